@@ -29,7 +29,7 @@ from p2ptrain.averaging.grouping.membership import Membership
 from p2ptrain.averaging.protocol.certificate import Head, genesis
 from p2ptrain.codecs import get_codec, warm_up
 from p2ptrain.errors import P2PTrainError
-from p2ptrain.manifest import AveragingSpec
+from p2ptrain.manifest import AveragingSpec, SecureAggregationSpec
 from p2ptrain.network.records.record import PeerRecord
 
 Command = Callable[..., Awaitable[dict[str, Any]]]
@@ -42,11 +42,11 @@ class Peer:
 
     Args:
         here: The peer up to its `Rpc`.
-        options: ``index``, ``peers``, ``values``, ``codec``, ``grace_seconds`` and ``spot_checks``.
+        options: ``index``, ``peers``, ``values``, ``codec``, ``grace_seconds``, ``spot_checks`` and ``is_masked``.
     """
 
     def __init__(self, here: LoopbackPeer, options: dict[str, Any]) -> None:
-        rpc, self._runtime = here.rpc, here.runtime
+        rpc, self._runtime, self._traffic = here.rpc, here.runtime, here.rpc.traffic
         self._num_peers = options["peers"]
         self._codec = get_codec(options["codec"])
         warm_up()
@@ -56,7 +56,10 @@ class Peer:
             codec=options["codec"], grace_seconds=options["grace_seconds"], round_seconds=ROUND_SECONDS,
             spot_checks=options["spot_checks"],
         )  # fmt: skip
-        context = PeerContext(rpc, self._runtime, here.identity, SWARM, spec, self._membership)
+        secure = SecureAggregationSpec() if options["is_masked"] else None
+        context = PeerContext(
+            rpc, self._runtime, here.identity, SWARM, spec, self._membership, secure_aggregation=secure
+        )
         self.averager = Averager(context, _head(0), RoundLog(context, [(self._codec, len(self._vector))]), LAYOUT)
         self.averager.matchmaker.participate(True)
         self.averager.phase_listeners = [self._on_phase]
@@ -102,6 +105,7 @@ class Peer:
             "members": len(certificate.body.members),
             "contributors": len(certificate.body.contributors),
             "attempts": outcome.attempts,
+            "sent": self._traffic.sent,
         }
 
     def _decode(self, outcome: RoundOutcome) -> None:

@@ -23,6 +23,7 @@ from benchmarks.plot import PlotError, plot, require_matplotlib
 from benchmarks.swarms import Setup
 
 SIZES = ("2x10M", "4x10M")
+MASKED_SIZE = "4x10M"
 FULL_SIZES = ("2x10M", "2x50M", "4x50M")
 MATCHMAKING_PEERS = (2, 4, 8)
 RATES = (100e6, 20e6)
@@ -75,7 +76,7 @@ def parse(given: Sequence[str] | None) -> argparse.Namespace:
             parser.error(str(error))
     if options.quick:
         options.rounds, options.sizes, options.values = 1, options.sizes or [(2, 1_000_000)], 1_000_000
-        options.only = options.only or ["rounds", "checks"]
+        options.only = options.only or ["rounds", "checks", "masks"]
     return options
 
 
@@ -114,6 +115,12 @@ def checks(options: argparse.Namespace) -> Section:
     return bench_checks.compare(sizes, options.rounds if options.quick else CHECKED_ROUNDS, options.log)
 
 
+def masks(options: argparse.Namespace) -> Section:
+    """Rounds with and without secure aggregation."""
+    sizes = [(max(3, peers), values) for peers, values in options.sizes or [size(MASKED_SIZE)]]
+    return bench_checks.compare_masks(sizes, options.rounds, options.log)
+
+
 def profile(options: argparse.Namespace) -> Section:
     """Where p2ptrain's CPU time goes, for the first size."""
     peers, num_values = (options.sizes or [size(SIZES[0])])[0]
@@ -127,6 +134,7 @@ SECTIONS: dict[str, Callable[[argparse.Namespace], Section | None]] = {
     "links": links,
     "stragglers": stragglers,
     "checks": checks,
+    "masks": masks,
 }
 
 

@@ -1,4 +1,4 @@
-"""What spot checks cost: rounds of the same size with and without them, in turn, as real processes on loopback.
+"""What spot checks and masks cost: rounds of the same size with and without, in turn, as real processes on loopback.
 
 There a round is nothing but work. Part of `benchmarks.bench_averaging`.
 """
@@ -16,6 +16,7 @@ from benchmarks.swarms import P2PTrainSwarm, Round, Setup
 CHECKS = 4
 CODEC = "int8"
 GOAL = 1.3
+MASKED_SECONDS, MASKED_BYTES = 1.5, 1.3
 
 
 def compare(sizes: Sequence[tuple[int, int]], rounds: int, log: str | None) -> Section:
@@ -41,6 +42,32 @@ def compare(sizes: Sequence[tuple[int, int]], rounds: int, log: str | None) -> S
     return section
 
 
+def compare_masks(sizes: Sequence[tuple[int, int]], rounds: int, log: str | None) -> Section:
+    """Secure aggregation: all sizes, (peers, values) with at least three peers."""
+    section = Section("A round with masked updates and without", ("peers x values, precision", "masked", "plain"))
+    for peers, num_values in sizes:
+        setups = [Setup(peers, num_values, "fp32", is_masked=masked, log=log) for masked in (True, False)]
+        size = describe(setups[0])
+        progress(f"masks of {size}")
+        masked, plain = in_turn(setups, rounds)
+        section.rows += [
+            (f"{size}, seconds", _seconds(masked), _seconds(plain)),
+            (f"{size}, CPU seconds", _cpu(masked), _cpu(plain)),
+            (f"{size}, MB sent", _sent(masked), _sent(plain)),
+        ]
+        ratios = {
+            "seconds": paired(_seconds(masked), _seconds(plain)),
+            "cpu": paired(_cpu(masked), _cpu(plain)),
+            "bytes": paired(_sent(masked), _sent(plain)),
+        }
+        section.findings += [
+            Finding(f"{size}: round with masks", ratios["seconds"].median, "one without", MASKED_SECONDS),
+            Finding(f"{size}: bytes with masks", ratios["bytes"].median, "without", MASKED_BYTES),
+        ]
+        section.results[size] = {name: ratio.to_json() for name, ratio in ratios.items()}
+    return section
+
+
 def in_turn(setups: Sequence[Setup], rounds: int) -> list[list[Round]]:
     """Rounds of two kinds of peers, in alternating order, after one of each."""
     found: list[list[Round]] = [[], []]
@@ -57,6 +84,10 @@ def in_turn(setups: Sequence[Setup], rounds: int) -> list[list[Round]]:
 
 def _seconds(rounds: Sequence[Round]) -> Measured:
     return Measured(tuple(one.seconds for one in rounds))
+
+
+def _sent(rounds: Sequence[Round]) -> Measured:
+    return Measured(tuple(one.sent_bytes / 1e6 for one in rounds))
 
 
 def _cpu(rounds: Sequence[Round]) -> Measured:

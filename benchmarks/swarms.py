@@ -49,6 +49,7 @@ class Setup:
         min_group: Fewer peers do not form a group; for hivemind alone.
         places: One for each peer.
         spot_checks: Chunks of each share that are computed again; for p2ptrain alone, and none where it is compared.
+        is_masked: Whether contributions are masked (secure aggregation); for p2ptrain alone.
         log: Where the error output of all processes goes.
         hivemind_python: The interpreter for hivemind.
     """
@@ -60,6 +61,7 @@ class Setup:
     min_group: int = 0
     places: tuple[Place, ...] = ()
     spot_checks: int = 0
+    is_masked: bool = False
     log: str | None = None
     hivemind_python: str = sys.executable
 
@@ -80,10 +82,11 @@ class Setup:
 
 @dataclass(frozen=True)
 class Round:
-    """One round: until the last peer has its result; CPU seconds of all processes."""
+    """One round: until the last peer has its result; CPU seconds of all processes, and bytes that p2ptrain's sent."""
 
     seconds: float
     cpu_seconds: float
+    sent_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -116,6 +119,7 @@ class AveragingSwarm(Workers, abc.ABC):
         super().__init__(module, setup.log)
         self.setup = setup
         self.versions: dict[str, str] = {}
+        self._sent = 0
 
     @abc.abstractmethod
     def prepare(self) -> None:
@@ -166,7 +170,8 @@ class AveragingSwarm(Workers, abc.ABC):
         processes = self.processes()
         cpu_before, started = cpu_seconds(processes), self.go()
         answers = self.outcomes()
-        return Round(self.seconds_of(started, answers), cpu_seconds(processes) - cpu_before)
+        sent_before, self._sent = self._sent, sum(answer.get("sent", 0) for answer in answers)
+        return Round(self.seconds_of(started, answers), cpu_seconds(processes) - cpu_before, self._sent - sent_before)
 
     def check(self) -> Check:
         """How good the mean is; meaningful after the first round."""
@@ -195,6 +200,7 @@ class P2PTrainSwarm(AveragingSwarm):
                 **self.setup.options(index),
                 "grace_seconds": self.setup.grace_seconds,
                 "spot_checks": self.setup.spot_checks,
+                "is_masked": self.setup.is_masked,
             }
             self.start(json.dumps(options), command=(*self.setup.place(index).prefix, sys.executable))
         self.tell_all(json.dumps(self.hear_all(START_SECONDS)))

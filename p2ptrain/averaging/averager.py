@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from p2ptrain.averaging.allreduce.runner import AttemptRunner, GroupResult
-from p2ptrain.averaging.commit.attempt import AttemptFailedError, PeerPart
+from p2ptrain.averaging.commit.attempt import AttemptFailedError, PeerPart, SpentError
 from p2ptrain.averaging.commit.broadcast import DecidedError, ResultBroadcast
 from p2ptrain.averaging.commit.round_log import ContributionLog, Path, Result, RoundLog, TreePath
 from p2ptrain.averaging.context import PeerContext
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 3
+SPENT = "has work in a sum that its group knows, and that came too late for the round"
 MAX_DELEGATES = 3  # delegates of a group; each takes over after those before failed or fell quiet
 PhaseListener = Callable[[str, int], None]
 """Called on the event loop with each new phase and the round in progress."""
@@ -48,7 +49,8 @@ class RoundOutcome:
         encoded: This peer's encoded vectors on each level, for error feedback.
         attempts: Number of attempts until this peer's group had a result.
         transfer_seconds: Time spent reducing and signing, on all levels.
-        refusal: Why the group refused this peer's contribution; empty if it did not.
+        refusal: Why this peer's contribution must not be averaged again, if it did not count: the group refused it, or
+            knows a sum with it. Empty otherwise.
         part: Another peer's part of this peer's share in its group, drawn at random; None without one.
     """
 
@@ -144,10 +146,12 @@ class Averager:
             NoGroupError: No group formed before the deadline.
             AttemptFailedError: Every attempt failed, or no delegate brought the group's result to the end of the round.
             UnencodableError: ``vector`` does not fit the codec.
+            SpentError: The group may have learned a sum with ``vector``, which no round has.
         """
         loop, head = asyncio.get_running_loop(), self.head
         ticket = self._ticket(head, tokens, samples, bandwidth)
         effort, above = _Effort(), list[GroupResult]()
+        own_group: GroupResult | None = None
         try:
             own_group = await self._average_group(head, vector, ticket, effort)
             certified_at = loop.time()
@@ -155,6 +159,10 @@ class Averager:
                 path = TreePath((), own_group.attempt.complete_means())
             else:
                 path, above = await self._ascend(head, own_group, ticket)
+        except AttemptFailedError as error:
+            if own_group is not None and own_group.attempt.is_spent:
+                raise SpentError(str(error)) from error
+            raise
         finally:
             self._enter("idle")
         effort.transfer_seconds += loop.time() - certified_at
@@ -214,8 +222,8 @@ class Averager:
             stalled=position.is_stalled(self._spec),
             leaves=is_lowest and position.leaves,
             reachable=context.owner.is_reachable,
-            rates=self._runner.rates.encoded(),
-            nonce=context.runtime.random.randbytes(16),
+            rates=self._runner.planner.rates.encoded(),
+            nonce=self._runner.planner.nonce(ticket.level),
             sees=min(MAX_PRESENT, 1 + len(context.membership.alive_trainers())),
         )
         return complete.signed(context.swarm, context.signer)
@@ -341,7 +349,7 @@ class Averager:
             attempts=effort.attempts,
             matchmaking_seconds=effort.matchmaking_seconds,
             transfer_seconds=effort.transfer_seconds,
-            refusal=own_group.session.refusal,
+            refusal=own_group.session.refusal or (SPENT if own_group.attempt.is_spent else ""),
             part=own_group.session.part,
         )
 
@@ -358,7 +366,7 @@ class Averager:
                 Encoded(
                     vector=session.contribution.vector,
                     bounds=body.bounds,
-                    sent_parts=session.sent_parts,
+                    sent_parts=session.sent_parts if session.contribution.has_error else {},
                     part_codec=session.contribution.codec,
                     part_scale=scale,
                     own_index=own_index,

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Protocol
 
 from p2ptrain.averaging.grouping.membership import Membership
+from p2ptrain.averaging.masking.keys import MaskKeys
 from p2ptrain.averaging.protocol.anchors import AnchorBook
 from p2ptrain.averaging.protocol.ballots import Ballots
 from p2ptrain.averaging.protocol.certificate import Certificate, Head, genesis
 from p2ptrain.averaging.protocol.seen_votes import SeenVotes
 from p2ptrain.averaging.protocol.table import NO_MEMBERS, Table, founding_table
-from p2ptrain.buffers import Buffer
 from p2ptrain.errors import IntegrityError
-from p2ptrain.manifest import MAX_ANCHOR_KEYS, AveragingSpec, Manifest
+from p2ptrain.manifest import MAX_ANCHOR_KEYS, AveragingSpec, Manifest, SecureAggregationSpec
 from p2ptrain.network.rpc.endpoint import Rpc
 from p2ptrain.runtime import Runtime
 from p2ptrain.signing import Signer
@@ -48,7 +48,7 @@ class SendingLog(Protocol):
     def sending(self, sending: Sending) -> None:
         """Note parts before their first byte leaves; they stay if this raises."""
 
-    def sent(self, sending: Sending, parts: Mapping[int, Buffer]) -> None:
+    def sent(self, sending: Sending, parts: Mapping[int, memoryview]) -> None:
         """Note which of them left complete, encoded, by share."""
 
 
@@ -98,6 +98,7 @@ class PeerContext:
         ballots: This peer's votes.
         seen_votes: Those of others.
         sending_log: Of the parts that leave this peer; None if none is kept.
+        secure_aggregation: How contributions are masked; None if they are not.
     """
 
     rpc: Rpc
@@ -111,6 +112,13 @@ class PeerContext:
     ballots: Ballots = field(default_factory=Ballots)
     seen_votes: SeenVotes = field(default_factory=SeenVotes)
     sending_log: SendingLog | None = None
+    secure_aggregation: SecureAggregationSpec | None = None
+
+    @cached_property
+    def mask_keys(self) -> MaskKeys | None:
+        """The secrets behind this peer's tickets; None without secure aggregation."""
+        spec = self.secure_aggregation
+        return MaskKeys(spec, self.runtime.random, self.rpc.peer_id) if spec is not None else None
 
     @cached_property
     def anchors(self) -> AnchorBook:

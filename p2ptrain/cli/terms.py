@@ -120,7 +120,8 @@ def _of_whole_model(manifest: Manifest, config: PeerConfig) -> tuple[list[str], 
         count = {"samples": " and the number of samples", "bucketed": " and the number of samples, rounded"}
         told = f"losses{count.get(manifest.private.weights, '')}"
         less = f", less what {config.policy} keeps" if config.policy is not None else ""
-        runs.append(f"keeps      your text on this machine; others see updates of the model, {told}{less}")
+        updates = "updates of the model" if manifest.secure_aggregation is None else "sums of updates of the model"
+        runs.append(f"keeps      your text on this machine; others see {updates}, {told}{less}")
     if (privacy := manifest.differential_privacy) is not None:
         runs.append(
             f"protects   each sample of {manifest.model.context} tokens by noise: ε at most {privacy.epsilon:g} at"

@@ -67,6 +67,12 @@ OPEN_RULES = {"norm_clip": {"clip_ratio": 1.0, "max_weight_ratio": 1.0}, "mean":
 """Defaults of ``averaging`` in an open swarm: in all, with pseudo-gradients, and by rule. What each holds is in
 docs/explanation/robustness.md."""
 
+MAX_MASKED = 32
+"""Members of a group under secure aggregation, each two of which share a mask."""
+
+MASKED_DEFAULTS = {"aggregation": "mean", "codec": "fp32", "group_size": MAX_MASKED, "min_peers": 3}
+"""Defaults of ``averaging`` under secure aggregation."""
+
 SPARSE_FEEDBACK_DECAY = 0.95
 """Default of ``feedback_decay`` under ``topk``: SparseLoCo (arXiv 2508.15706)."""
 
@@ -492,6 +498,22 @@ class PrivacySpec(Section):
     """Standard deviation of a step's noise, in multiples of ``clip_norm``."""
 
 
+class SecureAggregationSpec(Section):
+    """Sites mask what they average: nobody, the owner of a share included, learns more than the sum of their group.
+
+    Robust rules and checks are off then, because masked updates cannot be judged one by one.
+    """
+
+    range: float = Field(16.0, gt=0, le=1e6)
+    """Largest magnitude of a value of an update, in the units of the parameters; larger ones count as this, and are
+    logged. Values are rounded to steps of ``range / 2^31``."""
+    threshold: float = Field(2 / 3, gt=0.5, le=1)
+    """Share of a group's members that must take part in unmasking its sum; always more than half of them and one. The
+    rest may drop out. Fewer than these cannot uncover an update together."""
+    min_contributors: int = Field(3, ge=3, le=MAX_MASKED)
+    """A sum of fewer updates is not unmasked. ``averaging.min_peers`` must be as many."""
+
+
 class Manifest(Section):
     """Everything that peers of one swarm must agree on."""
 
@@ -512,6 +534,7 @@ class Manifest(Section):
     lora: LoraSpec | None = None
     private: PrivateSpec | None = None
     differential_privacy: PrivacySpec | None = None
+    secure_aggregation: SecureAggregationSpec | None = None
     packages: tuple[Annotated[str, Field(pattern=PACKAGE_PATTERN)], ...] = Field((), max_length=16)
     """``PACKAGE==VERSION`` of each package that brings the model's family, the codec or the rule: all peers need it.
     'p2ptrain seed' adds what this machine has."""
@@ -538,6 +561,15 @@ class Manifest(Section):
         momentum = {} if every == 1 else OPEN_MOMENTUM
         strict = OPEN_RULES.get(str(averaging.get("aggregation", "norm_clip")), {})
         return {**values, "averaging": {**OPEN_CHECKS, **momentum, **strict, **averaging}}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _masked_by_default(cls, values: Any) -> Any:
+        """Runs before `_strict_among_strangers`, as pydantic runs the last one first."""
+        if not isinstance(values, dict) or values.get("secure_aggregation") is None:
+            return values
+        averaging = values.get("averaging", {})
+        return {**values, "averaging": {**MASKED_DEFAULTS, **averaging}} if isinstance(averaging, dict) else values
 
     @model_validator(mode="after")
     def _is_printable(self) -> Manifest:
@@ -569,6 +601,8 @@ class Manifest(Section):
             )
         if self.differential_privacy is not None and self.private is None:
             raise ValueError("[differential_privacy] is for samples of one's own: add a section [private]")
+        if self.secure_aggregation is not None:
+            self._check_secure_aggregation(self.secure_aggregation)
         if self.private is not None:
             self._check_private()
         elif self.data.source == "own":
@@ -587,6 +621,42 @@ class Manifest(Section):
                 f" training.global_batch = {spec.global_batch}"
             )
         return self
+
+    def _check_secure_aggregation(self, spec: SecureAggregationSpec) -> None:
+        averaging = self.averaging
+        if self.admission.mode == "open":
+            raise ValueError(
+                '[secure_aggregation] with admission.mode = "open": one stranger with many identities would learn a'
+                ' sum of its own updates and one other. Set mode = "invite" or "allowlist"'
+            )
+        cannot = "masked updates cannot be judged one by one, and nobody sees a single one"
+        if averaging.aggregation != "mean":
+            raise ValueError(
+                f"[secure_aggregation] with averaging.aggregation = {averaging.aggregation!r}: {cannot}. Choose privacy"
+                ' from each other, with aggregation = "mean", or robustness against each other, without the section'
+            )
+        if averaging.spot_checks:
+            raise ValueError(
+                f"[secure_aggregation] with averaging.spot_checks = {averaging.spot_checks}: {cannot}. Set it to 0, or"
+                " remove the section"
+            )
+        if averaging.codec != "fp32" or averaging.small_tensors:
+            raise ValueError(
+                f"[secure_aggregation] with averaging.codec = {averaging.codec!r} and small_tensors ="
+                f' {averaging.small_tensors!r}: masked integers have 32 bits. Set codec = "fp32", and no small_tensors'
+            )
+        if averaging.group_size > MAX_MASKED:
+            raise ValueError(
+                f"[secure_aggregation] with averaging.group_size = {averaging.group_size}: each two members share a"
+                f" mask, so set at most {MAX_MASKED}"
+            )
+        if averaging.min_peers < spec.min_contributors:
+            raise ValueError(
+                f"averaging.min_peers = {averaging.min_peers} is less than secure_aggregation.min_contributors ="
+                f" {spec.min_contributors}: a smaller group has no sum to hide in"
+            )
+        if self.in_stages:
+            raise ValueError("[secure_aggregation] with a model in stages: hosts of stages see samples; remove one")
 
     def _check_private(self) -> None:
         if self.data.source not in ("own", "custom"):

@@ -6,8 +6,9 @@ import pytest
 
 from p2ptrain.averaging.allreduce import streams
 from p2ptrain.errors import ConfigError
-from p2ptrain.manifest import PrivateSpec
+from p2ptrain.manifest import AdmissionSpec, PrivateSpec, SecureAggregationSpec
 from p2ptrain.network.simulated import SimulatedNetwork
+from p2ptrain.network.simulated.network import SimulatedSigner
 from p2ptrain.node.site.chain import read_chain
 from tests.support.coroutines import simulated
 from tests.support.sim.product_peers import Begin, ProductSwarm
@@ -127,3 +128,24 @@ async def test_a_site_does_not_join_against_its_policy(network: SimulatedNetwork
     with pytest.raises(ConfigError, match="line 2: leave"):
         await sites.tasks["a"]
     assert not (sites.folder / "a" / "left.jsonl").exists()
+
+
+@simulated(seed=9)
+async def test_sites_that_require_secure_aggregation_send_masked_parts_and_log_them(
+    network: SimulatedNetwork, begin: Begin
+) -> None:
+    members = tuple(SimulatedSigner(network.seed, name, {}).peer_id for name in SITES)
+    sites = _begin(
+        begin, network, POLICY + 'require = ["secure_aggregation"]\n',
+        admission=AdmissionSpec(mode="allowlist", members=members),
+        secure_aggregation=SecureAggregationSpec(), aggregation="mean", codec="fp32", group_size=8, min_peers=3, spot_checks=0,
+    )  # fmt: skip
+    for name in SITES:
+        _start(sites, name, 4)
+    await sites.end()
+    assert {sites.round(name) for name in SITES} == {4}
+    assert len(sites.heads()) == 1
+    for name in SITES:
+        entries = _log(sites, name)
+        assert {each["codec"] for each in entries if each["what"] == "sending"} == {"masked"}
+        assert all(each["bytes"] > 0 for each in entries if each["what"] == "sent")

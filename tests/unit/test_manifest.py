@@ -197,6 +197,18 @@ def test_garbage_is_refused_with_one_line(data: bytes) -> None:
         ({"private": {}, "data": {"source": "own"}, "training": {"every": 1}}, "set every above 1"),
         ({"private": {}, "data": {"source": "own"}, "pipeline": {"stages": 2}}, "hosts of stages see samples"),
         ({"private": {"wieghts": "equal"}}, "did you mean 'weights'"),
+        (
+            {"secure_aggregation": {}, "averaging": {"aggregation": "median"}},
+            "masked updates cannot be judged one by one, and nobody sees a single one. Choose privacy",
+        ),
+        ({"secure_aggregation": {}, "averaging": {"spot_checks": 4}}, "masked updates cannot be judged one by one"),
+        ({"secure_aggregation": {}, "averaging": {"codec": "int8"}}, 'Set codec = "fp32"'),
+        ({"secure_aggregation": {}, "averaging": {"small_tensors": "bf16"}}, "no small_tensors"),
+        ({"secure_aggregation": {}, "averaging": {"group_size": 33}}, "so set at most 32"),
+        ({"secure_aggregation": {}, "averaging": {"min_peers": 2}}, "a smaller group has no sum to hide in"),
+        ({"secure_aggregation": {"min_contributors": 5}}, "averaging.min_peers = 3 is less than"),
+        ({"secure_aggregation": {}, "admission": {"mode": "open"}}, "one stranger with many identities"),
+        ({"secure_aggregation": {}, "pipeline": {"stages": 2}, "training": {"every": 1}}, "hosts of stages see"),
         ({"pipeline": {"stages": 2}}, "training.every = 32 does not go with a pipeline"),
         ({"pipeline": {"stages": 2}}, "set training.every = 1"),
         (
@@ -221,7 +233,8 @@ OUT_OF_BOUNDS: dict[str, tuple[Any, ...]] = {
     "averaging.worker_momentum": (1, -0.1), "pipeline.cuts": ([1.5],),
     "pipeline.stages": (0, 257, "many", 2.5, True), "pipeline.codec": ("topk",), "packages": (["something"],),
     "name": ("",), "model": (3,), "private.weights": ("tokens",), "private.proximal": (-0.1, 1001),
-    "private.personal": ([""], ["x"] * 65),
+    "private.personal": ([""], ["x"] * 65), "secure_aggregation.range": (0, 1e7),
+    "secure_aggregation.threshold": (0.5, 1.1), "secure_aggregation.min_contributors": (2, 33),
 }  # fmt: skip
 
 
@@ -294,6 +307,7 @@ def test_settings_without_a_use_are_neither_on_the_wire_nor_in_a_file(family: st
     assert "pipeline" not in sent
     assert "lora" not in sent
     assert "private" not in sent
+    assert "secure_aggregation" not in sent
     assert parse_manifest(sent, "a") == manifest
     assert parse_manifest(tomllib.loads(commented_toml(manifest)), "a") == manifest
 
@@ -314,3 +328,10 @@ def test_a_pipeline_survives_the_wire_and_names_the_swarm() -> None:
         received = SignedManifest.from_bytes(signed.to_bytes(), signed.manifest.digest, MALLORY)
         assert received.manifest == signed.manifest
     assert len({manifest.digest for manifest in manifests}) == 6
+
+
+def test_secure_aggregation_brings_the_settings_that_it_needs() -> None:
+    spec = parse_manifest({"secure_aggregation": {}}, "a").averaging
+    assert (spec.aggregation, spec.codec, spec.group_size, spec.min_peers) == ("mean", "fp32", 32, 3)
+    given = parse_manifest({"secure_aggregation": {}, "averaging": {"group_size": 8, "min_peers": 5}}, "a").averaging
+    assert (given.codec, given.group_size, given.min_peers) == ("fp32", 8, 5)

@@ -170,6 +170,9 @@ class Verifier:
         """Return the check that a part passes through while this member encodes it in ``codec``."""
         return RangeCheck(codec, self._session.context.spec)
 
+    async def before_part(self, channel: Channel) -> None:
+        """Send an owner what it needs before the part: key shares, if parts are masked."""
+
     async def part_sent(self, stream: OutgoingStream, check: RangeCheck) -> None:
         """Send the commitment to the part that ``check`` saw, if parts are signed."""
 
@@ -178,6 +181,9 @@ class Verifier:
         return True
 
     # As an owner, on an incoming stream.
+
+    async def part_follows(self, channel: Channel, sender: Member) -> None:
+        """Receive a member's key shares, if parts are masked."""
 
     async def part_received(self, channel: Channel, sender: Member, codec: str, check: PartCheck) -> SumTree | None:
         """Return the tree of a part's chunks, if parts are signed; raise `IntegrityError` on a false commitment."""
@@ -197,6 +203,9 @@ class Verifier:
         """Answer a question beside the main stream: open chunks, or send the statements of owners."""
 
     # The decision.
+
+    async def open_sums(self) -> None:
+        """Turn masked sums into means, once all are here; raise `AttemptFailedError` if that is not safe."""
 
     async def may_sign(self) -> bool:
         """Return True once all checks passed; False if a majority signed before.

@@ -9,8 +9,11 @@ from typing import Annotated
 
 from msgspec import Meta
 
+from p2ptrain.averaging.masking.keys import BOX_BYTES
+from p2ptrain.averaging.masking.sharing import SHARE_BYTES
 from p2ptrain.averaging.protocol.certificate import MAX_MEMBERS, Count, Name, Proof
 from p2ptrain.averaging.verification.opening import MAX_CHUNKS, Commitment, Statement
+from p2ptrain.manifest import MAX_MASKED
 from p2ptrain.network.schema import Hash, Message
 
 MAX_REFUSAL_LENGTH = 120
@@ -18,6 +21,9 @@ GAVE_UP = "gave up"  # refusal reason instead of `GaveUp`, in the middle of a me
 Index = Annotated[int, Meta(ge=0, lt=MAX_MEMBERS)]  # into the roster
 Indices = Annotated[tuple[Index, ...], Meta(max_length=MAX_MEMBERS)]
 Chunks = Annotated[tuple[Count, ...], Meta(max_length=MAX_CHUNKS)]
+Boxes = Annotated[tuple[Annotated[bytes, Meta(max_length=BOX_BYTES)], ...], Meta(max_length=MAX_MASKED)]
+Share = Annotated[bytes, Meta(min_length=SHARE_BYTES, max_length=SHARE_BYTES)]
+Shares = Annotated[tuple[Share, ...], Meta(max_length=MAX_MASKED)]
 SomeChunks = Annotated[tuple[Count, ...], Meta(min_length=1, max_length=MAX_CHUNKS)]
 
 
@@ -65,6 +71,25 @@ class Check(FromContributor, frozen=True, tag="check"):
     """Spot check: open these chunks of the mean; none if the member drew none."""
 
     chunks: Chunks
+
+
+class KeyShares(FromContributor, frozen=True, tag="key shares"):
+    """The sender's key shares, encrypted for each member in roster order; sent before a masked part."""
+
+    boxes: Boxes
+
+
+class Agreed(FromContributor, frozen=True, tag="agreed"):
+    """The sender's signature of the contributors and the masked sums; see `Masking.result_hash`."""
+
+    proof: Proof
+
+
+class Revealed(FromContributor, frozen=True, tag="revealed"):
+    """The sender's shares that unmask the sum (see `Masking.recovered`), and its signature of them."""
+
+    shares: Shares
+    proof: Proof
 
 
 class FromOwner(Message, frozen=True, tag=True):
@@ -120,6 +145,24 @@ class Signatures(FromOwner, frozen=True, tag="signatures"):
     """All (peer, signature) pairs of the result that the sender holds."""
 
     proofs: Annotated[tuple[tuple[Name, Proof], ...], Meta(max_length=MAX_MEMBERS)]
+
+
+class ForwardedShares(FromOwner, frozen=True, tag="key shares"):
+    """The key shares that members sent for the receiver, in roster order; empty where none arrived."""
+
+    boxes: Boxes
+
+
+class AllAgreed(FromOwner, frozen=True, tag="agreed"):
+    """The sender's signature, once it holds enough; to members without a share, all that it holds, by member."""
+
+    proofs: Annotated[tuple[tuple[Index, Proof], ...], Meta(max_length=MAX_MASKED)]
+
+
+class AllRevealed(FromOwner, frozen=True, tag="revealed"):
+    """The sender's `Revealed`, once it holds enough; to members without a share, all that it holds, by member."""
+
+    revealed: Annotated[tuple[tuple[Index, Revealed], ...], Meta(max_length=MAX_MASKED)]
 
 
 class Statements(FromOwner, frozen=True, tag="statements"):

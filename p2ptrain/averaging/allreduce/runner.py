@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from p2ptrain.averaging.allreduce.bandwidth import SendRates, plan_shares
+from p2ptrain.averaging.allreduce.planning import AttemptPlanner
 from p2ptrain.averaging.allreduce.serving import RunningSessions
 from p2ptrain.averaging.allreduce.session import AllReduceSession, Observer, SessionResult, Trouble
-from p2ptrain.averaging.commit.attempt import Attempt, AttemptFailedError, Contribution, LateError, UnencodableError
+from p2ptrain.averaging.commit.attempt import Attempt, AttemptFailedError, LateError, SpentError, UnencodableError
 from p2ptrain.averaging.commit.recovery import AttemptRecovery
 from p2ptrain.averaging.commit.round_log import ContributionLog, RoundLog
 from p2ptrain.averaging.context import PeerContext
 from p2ptrain.averaging.grouping.matchmaker import Matchmaker
 from p2ptrain.averaging.protocol.certificate import Certificate, Head, Roster
-from p2ptrain.averaging.timing.deadlines import attempt_seconds
 from p2ptrain.averaging.verification.evidence import EvidenceStore
 from p2ptrain.tasks import Tasks
 
@@ -26,8 +24,6 @@ if TYPE_CHECKING:
     import torch
 
 logger = logging.getLogger(__name__)
-
-ROUNDS_REMEMBERED = 16
 
 
 @dataclass(frozen=True)
@@ -40,7 +36,11 @@ class GroupResult:
 
 
 class AttemptRunner:
-    """Runs this peer's attempts."""
+    """Runs this peer's attempts.
+
+    Attributes:
+        planner: Plans them, by the send rates that it keeps.
+    """
 
     def __init__(
         self,
@@ -56,12 +56,11 @@ class AttemptRunner:
         self._matchmaker = matchmaker
         self._round_log = round_log
         self._contributions = contributions
-        self.rates = SendRates()
+        self.planner = AttemptPlanner(context, matchmaker.cells, round_log)
         self.evidence = EvidenceStore(context, round_log.rules_of, self._on_conviction)
         self.evidence.serve()
-        self._observer = Observer(on_phase, self.rates.observe, self.evidence.add_soon)
+        self._observer = Observer(on_phase, self.planner.rates.observe, self.evidence.add_soon)
         self._slow_checkers: set[str] = set()
-        self._durations: dict[int, deque[float]] = {}
         self._recovery = AttemptRecovery(context, round_log, lambda: matchmaker.position.head)
         self.sessions = RunningSessions(context, matchmaker.cells, round_log)
         self._lingering = Tasks()
@@ -79,31 +78,29 @@ class AttemptRunner:
         Args:
             vector: This peer's contribution, fp32, as long as the round's vector; must not change until `run` returns.
             below: Above level 0: the group result from which the vector was decoded.
+
+        Raises:
+            AttemptFailedError: See `AttemptPlanner.plan`.
         """
-        context, spec, level = self._context, self._context.spec, roster.tickets[0].level
-        codec, num_values = self._round_log.codec_of(head.round, level), vector.numel()
-        plan = plan_shares(roster.tickets, num_values, codec.block_size)
-        levels = self._matchmaker.cells.num_levels(head.present)
-        seconds = attempt_seconds(self._durations_of(level), spec)
-        attempt = Attempt(roster, head, plan.bounds, codec, context.swarm, spec, levels, seconds, plan.shareless)
-        own = roster.index_of(context.rpc.peer_id)
         origin = self._round_log.origin_of(below.certificate, below.attempt.complete_means()) if below else None
-        contribution = Contribution(vector, plan.part_codec(attempt.part_codecs, own, spec.grace_seconds), origin)
-        session = AllReduceSession(context, attempt, contribution, self._observer, self._slow_checkers)
+        try:
+            attempt, contribution = self.planner.plan(roster, head, vector, origin)
+        except AttemptFailedError:
+            self._matchmaker.group_broke()
+            raise
+        session = AllReduceSession(self._context, attempt, contribution, self._observer, self._slow_checkers)
         self.sessions.add(session)
         return session
-
-    def _durations_of(self, level: int) -> deque[float]:
-        return self._durations.setdefault(level, deque(maxlen=ROUNDS_REMEMBERED))
 
     async def run(self, session: AllReduceSession) -> GroupResult | AttemptFailedError:
         """Run one attempt, and recover it if it breaks; return why it failed if that is impossible.
 
         Raises:
             UnencodableError: The codec rejects the vector.
+            SpentError: The group may have learned the sum with the vector, which must not be averaged again.
         """
         attempt, loop = session.attempt, asyncio.get_running_loop()
-        durations, started = self._durations_of(attempt.roster.tickets[0].level), loop.time()
+        durations, started = self.planner.durations_of(attempt.roster.tickets[0].level), loop.time()
         certificate = None
         try:
             result = await self._logged(session)
@@ -132,7 +129,8 @@ class AttemptRunner:
         sending = session.describe_sending()
         await offload(log.sending, sending)
         result = await session.run()
-        parts = {index: part for index, part in result.sent_parts.items() if session.members[index] is not session.own}
+        own = session.own.index
+        parts = {index: memoryview(part) for index, part in result.sent_parts.items() if index != own}
         await offload(log.sent, sending, parts)
         return result
 
@@ -165,6 +163,8 @@ class AttemptRunner:
             self._matchmaker.group_broke()
             if isinstance(result.failure, UnencodableError):
                 raise result.failure
+            if attempt.is_spent:
+                raise SpentError(str(result.failure))
         return certificate
 
     def _blame(self, result: SessionResult) -> None:
@@ -175,7 +175,7 @@ class AttemptRunner:
                     self._membership.suspect(blame.peer, blame.reason)
                 case Trouble.SLOW:
                     self._membership.suspect(blame.peer, blame.reason)
-                    self.rates.was_late(blame.peer)
+                    self.planner.rates.was_late(blame.peer)
                 case Trouble.FAULT:
                     self._membership.broke_with(blame.peer, blame.reason)  # No leader can cause this.
                 case Trouble.BROKE:
@@ -192,7 +192,7 @@ class AttemptRunner:
                 self.evidence.ask([peer for peer in body.members if peer != self._context.rpc.peer_id])
             for peer in body.contributing:
                 self._membership.finished_with(peer)
-                self.rates.was_in_time(peer)
+                self.planner.rates.was_in_time(peer)
 
     def _on_conviction(self, peer: str, fault: str) -> None:
         """Exclude a peer that lied, and fail the running attempts with it."""

@@ -30,10 +30,10 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from p2ptrain.averaging.allreduce.member import Liveness, Member, Verifier
+from p2ptrain.averaging.allreduce.member import Liveness, Member
 from p2ptrain.averaging.allreduce.messages import GaveUp, Signatures
-from p2ptrain.averaging.allreduce.spot_checks import SpotChecks
 from p2ptrain.averaging.allreduce.streams import IncomingStreams, OutgoingStream
+from p2ptrain.averaging.allreduce.variants import new_share, new_verifier
 from p2ptrain.averaging.commit.attempt import (
     Attempt,
     AttemptFailedError,
@@ -45,7 +45,7 @@ from p2ptrain.averaging.commit.attempt import (
 from p2ptrain.averaging.context import PeerContext, Sending
 from p2ptrain.averaging.protocol.certificate import Certificate
 from p2ptrain.averaging.timing.deadlines import FORWARD_SECONDS, quorum_of_others, straggler_seconds
-from p2ptrain.averaging.vector.reduce import EncodedStream, ExactMean, OwnShare
+from p2ptrain.averaging.vector.reduce import EncodedStream, ExactMean
 from p2ptrain.buffers import Buffer
 from p2ptrain.codecs import CodecError
 from p2ptrain.tasks import Tasks, to_its_end, until_ended
@@ -99,8 +99,8 @@ class SessionResult:
         refusal: Why this member or most owners refused its contribution; empty if they did not. One hostile owner can
             keep a contribution out of a round, but is not believed.
         evidence: Against an owner that falsified its mean; empty without one.
-        sent_parts: By share: this member's encoded parts, for error feedback; its own share's only if the codec is
-            sparse.
+        sent_parts: By share: this member's encoded parts, for error feedback and its log; its own share's only if the
+            codec is sparse.
         exact_mean: The own share's mean before encoding; None if the codec lost nothing.
         part: Another member's part of the own share, drawn at random; None without one.
     """
@@ -146,12 +146,7 @@ class AllReduceSession:
         self.deadline = math.inf
         # All members see all of the few sparse parts, and compare their own with what they sent.
         attempt.audited = context.spec.spot_checks > 0 and len(self.members) > 1 and not attempt.codec.sparse
-        low, high = attempt.bounds[self.own.index : self.own.index + 2]
-        self.share = OwnShare(
-            attempt.dense_codec.part(low, high), context.spec, contribution.vector[low:high], self.own.index,
-            len(self.members), attempt.codec.part(low, high) if attempt.codec.sparse else None, attempt.lists_parts,
-            chunk=attempt.chunk, audited=attempt.audited,
-        )  # fmt: skip
+        self.share = new_share(attempt, contribution, self.own.index)
         self.own_mask: asyncio.Future[frozenset[int]] = loop.create_future()
         self.own_mean: asyncio.Future[EncodedStream] = loop.create_future()
         self.given_up: asyncio.Future[GaveUp] = loop.create_future()
@@ -164,7 +159,7 @@ class AllReduceSession:
         self._defect = ""
         self._mask_closed_at: float | None = None
         self._exact_mean: ExactMean | None = None
-        self.verifier = SpotChecks(self, slow_checkers) if attempt.audited else Verifier(self)
+        self.verifier = new_verifier(self, slow_checkers)
         self.incoming = IncomingStreams(self)
         self._outgoing: dict[asyncio.Task[None], Member] = {}
         self._closing_mask: asyncio.Task[None] | None = None
@@ -182,6 +177,7 @@ class AllReduceSession:
             await self._agree()
             await self._reduce()
             await self._gather()
+            await self.verifier.open_sums()
             await self._sign()
             certificate = await self._collect_signatures()
         except AttemptFailedError as error:
@@ -206,7 +202,7 @@ class AllReduceSession:
             self.unencodable = str(error)
             self.changed()
             return
-        if self.share.own_part:
+        if self.share.own_part and self.attempt.masked is None:
             self.sent_parts[self.own.index] = self.share.own_part
         loop, others = asyncio.get_running_loop(), len(self.others)
         quorum, quorum_at = quorum_of_others(others, self.context.spec.quorum), math.inf

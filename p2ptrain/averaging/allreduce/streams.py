@@ -92,7 +92,7 @@ class OutgoingStream:
         if isinstance(error, ProtocolError):
             session.context.rpc.count_refusal(member.peer, BAD_ANSWER)
 
-    async def hear(self, *kinds: type[M]) -> M:
+    async def hear(self, *kinds: type[M], max_bytes: int = 1 << 16) -> M:
         """Return the owner's next message, of one of these kinds.
 
         Raises:
@@ -100,7 +100,7 @@ class OutgoingStream:
             ProtocolError: The message is of another kind.
             PeerError, DeadlineError: See `Channel.receive`.
         """
-        message = await self.channel.receive(messages.FromOwner, self.seconds_left())
+        message = await self.channel.receive(messages.FromOwner, self.seconds_left(), max_bytes)
         if isinstance(message, messages.GaveUp):
             self._session.note_gave_up(self.member, message)
             raise GaveUpError
@@ -143,6 +143,7 @@ class OutgoingStream:
         part = session.contribution.vector[attempt.bounds[index] : attempt.bounds[index + 1]]
         check = session.verifier.new_check(codec)
         try:
+            await session.verifier.before_part(self.channel)
             session.sent_parts[index] = await send_encoded(self.channel, session.context.runtime, codec, part, check)
             await session.verifier.part_sent(self, check)
         except PeerError:
@@ -307,6 +308,7 @@ class IncomingStreams:
         session = self._session
         try:
             check = session.share.new_check(self._codec_of_part(request.codec))
+            await session.verifier.part_follows(channel, member)
             part = await self._receive_part(channel, check)
             tree = await session.verifier.part_received(channel, member, request.codec, check)
             if source is not None and session.attempt.audited and source.is_traceable:

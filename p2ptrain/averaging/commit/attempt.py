@@ -104,6 +104,11 @@ class UnencodableError(AttemptFailedError):
     """This peer's contribution does not fit the codec; a retry with the same contribution fails again."""
 
 
+class SpentError(AttemptFailedError):
+    """The group may have learned the sum that holds this peer's contribution, and no round has it: do not average it
+    again. The difference of two sums would tell of single contributions."""
+
+
 class LateError(AttemptFailedError):
     """Members missed a deadline, ``as_owners`` with their share's mean or else with their contribution."""
 
@@ -152,6 +157,11 @@ class Contribution:
     codec: Codec
     origin: Origin | None = None
 
+    @property
+    def has_error(self) -> bool:
+        """True if the next round should add what the codec lost of the parts."""
+        return True
+
 
 @dataclass(frozen=True)
 class PeerPart:
@@ -189,6 +199,8 @@ class Attempt:
         bounds: Share offsets in values; one more than members.
         shareless: Indices of the members that would own no share of a vector of any length.
         codec: Codec of the whole vector.
+        masked: Codec of parts and of means while the means are masked sums; None in a plain attempt, and afterwards.
+        is_spent: True if the group may have learned the sum with this peer's contribution; see `SpentError`.
         levels: Levels of the round's tree.
         seconds: Timeout of the attempt; 0 for ``spec.round_seconds``.
         means: Encoded mean of each share; None until it arrives.
@@ -216,6 +228,8 @@ class Attempt:
     levels: int = 1
     seconds: float = 0.0
     shareless: frozenset[int] = frozenset()
+    masked: Codec | None = None
+    is_spent: bool = False
     means: list[Buffer | None] = field(default_factory=list)
     hashes: list[bytes] = field(default_factory=list)
     contributors: tuple[int, ...] | None = None
@@ -266,13 +280,15 @@ class Attempt:
 
     @property
     def part_codecs(self) -> tuple[Codec, ...]:
-        return part_codecs(self.spec, self.codec, self.bounds[-1])
+        return (self.masked,) if self.masked else part_codecs(self.spec, self.codec, self.bounds[-1])
 
     def part_of(self, codec: Codec, index: int) -> Codec:
         return codec.part(self.bounds[index], self.bounds[index + 1])
 
     def mean_codec_of(self, index: int) -> Decoder:
         """Return the decoder of a share's mean; all members count as contributors until they agree."""
+        if self.masked is not None:
+            return self.part_of(self.masked, index)
         members = len(self.roster.tickets)
         contributors = members if self.contributors is None else len(self.contributors)
         codec = mean_codec(self.spec, self.codec, self.bounds[-1], members, contributors)
@@ -317,6 +333,12 @@ class Attempt:
             self.means[index] = mean
             self.hashes[index] = digest
             self.changed.set()
+
+    def unmask(self, means: Sequence[Buffer]) -> None:
+        """Replace the masked sums by the encoded means, and their hashes with them."""
+        self.masked = None
+        self.means = list(means)
+        self.hashes = [self.mean_root(i, mean) if self.size(i) else EMPTY_HASH for i, mean in enumerate(means)]
 
     def make_result(self, verifier: Signer) -> None:
         """Build the body from the means, and add its signatures that arrived earlier."""

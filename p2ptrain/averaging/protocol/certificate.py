@@ -42,6 +42,7 @@ MAX_MEMBERS = 256
 MAX_PRESENT = 1 << 16  # bound on the peers of a swarm; keeps the computation of a tree's shape short
 MAX_LEVELS = 16
 MAX_RATES_BYTES = 1024
+MAX_NONCE_BYTES = 96
 MAX_PROOF_BYTES = 2048
 MAX_CERTIFICATE_BYTES = 1 << 20
 CHAIN = "history.after"
@@ -159,7 +160,8 @@ class Ticket(Signed):
         bandwidth: Declared limit on its send rate in bytes per second; 0 for none.
         reachable: True if others can open streams to it; otherwise it owns no share.
         rates: Measured send rates of other peers; see `p2ptrain.averaging.allreduce.bandwidth`.
-        nonce: Makes every attempt distinct, 16 bytes.
+        nonce: Makes every attempt distinct, 16 bytes; under secure aggregation the public keys of its masks
+            (`p2ptrain.averaging.masking.keys`).
         sees: Trainers that the peer knows, itself included; the next head uses the members' median.
         present: Number of peers that its head counts.
         level: Tree level (`p2ptrain.averaging.grouping.cells`). Above 0, a delegate brings the result of a group of the
@@ -184,7 +186,7 @@ class Ticket(Signed):
     bandwidth: Count
     reachable: bool
     rates: Annotated[bytes, Meta(max_length=MAX_RATES_BYTES)]
-    nonce: Annotated[bytes, Meta(min_length=16, max_length=16)]
+    nonce: Annotated[bytes, Meta(min_length=16, max_length=MAX_NONCE_BYTES)]
     sees: Present = 1
     present: Present = 0
     level: Level = 0

@@ -59,7 +59,9 @@ def run(arguments: argparse.Namespace) -> int:
     from p2ptrain.signing import issuing_key
 
     directory: Path = arguments.directory
-    overrides = {**AMONG_STRANGERS, **_of_model(arguments), **parse_settings(arguments.set)}
+    given = parse_settings(arguments.set)
+    is_masked = any(key.startswith("secure_aggregation.") for key in given)  # Then nobody can check a mean.
+    overrides = {**({} if is_masked else AMONG_STRANGERS), **_of_model(arguments), **given}
     manifest = load_manifest(None, {**overrides, "name": arguments.name or overrides.get("name")})
     if manifest.in_stages:
         from p2ptrain.pipeline.plan import PipelinePlan

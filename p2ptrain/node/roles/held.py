@@ -50,6 +50,7 @@ class HeldState:
             peer.rpc, peer.runtime, peer.identity, peer.swarm, peer.manifest.averaging, peer.membership, peer,
             founding_of(peer.manifest), ballots_in(peer.runtime.scratch, peer.swarm),
             sending_log=self.departures if self.departures.is_logged else None,
+            secure_aggregation=peer.manifest.secure_aggregation,
         )  # fmt: skip
 
     def check_departures(self) -> None:

@@ -9,7 +9,6 @@ from dataclasses import asdict
 from typing import Any
 
 from p2ptrain.averaging.context import Sending
-from p2ptrain.buffers import Buffer
 from p2ptrain.errors import ConfigError, UsageError
 from p2ptrain.manifest import Manifest
 from p2ptrain.network.records.record import PeerRecord
@@ -105,14 +104,14 @@ class Departures:
         self._rounds.add(sending.round)
         self._log("sending", **asdict(sending), tensors=self._tensors, metrics=self._metrics)
 
-    def sent(self, sending: Sending, parts: Mapping[int, Buffer]) -> None:
+    def sent(self, sending: Sending, parts: Mapping[int, memoryview]) -> None:
         """Log which parts left complete, by share."""
         whole = hashlib.sha256()
         for _, part in sorted(parts.items()):
             whole.update(part)
         self._log(
             "sent", round=sending.round, level=sending.level, shares=sorted(parts),
-            bytes=sum(memoryview(part).nbytes for part in parts.values()), sha256=whole.hexdigest(),
+            bytes=sum(part.nbytes for part in parts.values()), sha256=whole.hexdigest(),
         )  # fmt: skip
 
     async def close(self) -> None:

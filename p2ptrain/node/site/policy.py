@@ -22,7 +22,7 @@ from p2ptrain.manifest.sections import Section
 from p2ptrain.network.records.record import PeerRecord
 
 DEMANDS = {"dp": "differential_privacy", "secure_aggregation": "secure_aggregation"}
-"""The manifest's section that meets each demand; a version without such a section meets none."""
+"""The manifest's section that meets each demand."""
 SAMPLES = ("no", "bucketed", "exact")
 TELLS = {"equal": "no", "bucketed": "bucketed", "samples": "exact"}
 """How much of the number of samples each value of ``private.weights`` tells."""
@@ -106,7 +106,7 @@ class SitePolicy:
         if own.stay and not spec.personal:
             found.append(f"{self._line('stay')}, and the manifest has no private.personal: all tensors leave")
         for demand in own.require:
-            if getattr(manifest, DEMANDS[demand], None) is None:
+            if getattr(manifest, DEMANDS[demand]) is None:
                 found.append(f"{self._line('require')}, and the manifest has no section [{DEMANDS[demand]}]")
         return found
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from p2ptrain.averaging.averager import RoundOutcome
-from p2ptrain.averaging.commit.attempt import AttemptFailedError, PeerPart, UnencodableError
+from p2ptrain.averaging.commit.attempt import AttemptFailedError, PeerPart, SpentError, UnencodableError
 from p2ptrain.averaging.grouping.matchmaker import BehindError, MismatchError, NoGroupError
 from p2ptrain.averaging.protocol.certificate import Head
 from p2ptrain.errors import TemporaryError
@@ -183,6 +183,10 @@ class Synchronizer:
             await self.pacing.until_closing()
             try:
                 outcome = await self.averager.average(*ready, self._bandwidth)
+            except SpentError as error:
+                async with work.model_lock:
+                    await self.replica.reset(work)
+                raise AttemptFailedError(f"{error}; other sites may know a sum with this update: dropped") from error
             except (BehindError, MismatchError, UnencodableError) as error:
                 async with work.model_lock:
                     result = await self._recover(error, work)

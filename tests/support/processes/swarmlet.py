@@ -33,7 +33,7 @@ MANIFEST: dict[str, Any] = {
 
 
 def make_manifest(**sections: dict[str, Any]) -> dict[str, Any]:
-    found = {**MANIFEST, **{name: {**MANIFEST[name], **values} for name, values in sections.items()}}
+    found = {**MANIFEST, **{name: {**MANIFEST.get(name, {}), **values} for name, values in sections.items()}}
     return {**found, "training": training_over(MANIFEST["training"], sections.get("training", {}))}
 
 

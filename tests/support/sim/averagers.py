@@ -18,7 +18,7 @@ from p2ptrain.averaging.protocol.certificate import Head, Roster, genesis
 from p2ptrain.averaging.timing.goal import NO_GOAL, Goal
 from p2ptrain.codecs import Codec, get_codec
 from p2ptrain.errors import TemporaryError
-from p2ptrain.manifest import AveragingSpec
+from p2ptrain.manifest import AveragingSpec, SecureAggregationSpec
 from p2ptrain.network.records.record import PeerRecord
 from p2ptrain.network.rpc.endpoint import Rpc
 from p2ptrain.network.simulated import SimulatedNetwork, SimulatedPeer
@@ -183,6 +183,7 @@ async def start_averagers(
     num_values: int,
     transport_of: Callable[[SimulatedPeer], Transport] = lambda peer: peer.transport,
     parts: Sequence[tuple[Codec, int]] = (),
+    secure: SecureAggregationSpec | None = None,
 ) -> list[AveragingPeer]:
     """One averager on each of ``peers``, over its transport or what stands before it; all know of each other.
 
@@ -195,7 +196,9 @@ async def start_averagers(
         rpc = Rpc(transport_of(peer), peer.runtime, SWARM)
         membership = Membership(peer.peer_id, peer.runtime)
         owner = Unconcerned()
-        context = PeerContext(rpc, peer.runtime, peer.signer, SWARM, spec, membership, owner, founder.founding)
+        context = PeerContext(
+            rpc, peer.runtime, peer.signer, SWARM, spec, membership, owner, founder.founding, secure_aggregation=secure
+        )
         round_log = RoundLog(context, parts or [(get_codec(spec.codec), num_values)])
         averager = Averager(context, head, round_log, LAYOUT)
         averager.matchmaker.participate(True)

@@ -17,7 +17,7 @@ from p2ptrain.averaging.grouping.membership import Membership
 from p2ptrain.averaging.protocol.certificate import Certificate, Head, Roster, Ticket, genesis
 from p2ptrain.averaging.timing.deadlines import keepalive_seconds
 from p2ptrain.codecs import Codec, get_codec
-from p2ptrain.manifest import AveragingSpec
+from p2ptrain.manifest import AveragingSpec, SecureAggregationSpec
 from p2ptrain.network.rpc.channel import Channel
 from tests.support.sim.peers import SWARM, Member
 
@@ -57,10 +57,12 @@ class RosterMember:
         return {owner.index: owner.refused_us for owner in self.session.owners if owner.refused_us}
 
 
-def make_ticket(member: Member, tokens: int = 10, head: Head = HEAD) -> Ticket:
-    nonce = random.Random(member.rpc.peer_id).randbytes(16)
+def make_ticket(
+    member: Member, tokens: int = 10, head: Head = HEAD, nonce: bytes = b"", *, reachable: bool = True
+) -> Ticket:
+    nonce = nonce or random.Random(member.rpc.peer_id).randbytes(16)
     peer = member.rpc.peer_id
-    ticket = Ticket(peer, head.round, head.lineage, head.digest, b"y" * 32, tokens, 1, 0, True, b"", nonce)
+    ticket = Ticket(peer, head.round, head.lineage, head.digest, b"y" * 32, tokens, 1, 0, reachable, b"", nonce)
     return ticket.signed(SWARM, member.peer.signer)
 
 
@@ -80,19 +82,31 @@ def make_roster(
     result = []
     for i in order:
         member, attempt = swarm[i], Attempt(roster, HEAD, bounds, codec, SWARM, spec)
-        rpc, runtime, signer = member.rpc, member.peer.runtime, member.peer.signer
-        context = PeerContext(rpc, runtime, signer, SWARM, spec, Membership(rpc.peer_id, runtime))
-        session = AllReduceSession(context, attempt, Contribution(vectors[i], codec), UNSEEN, set())
+        context = make_context(member, spec)
         history = RoundLog(context, [(codec, bounds[-1])], 1 << 20)
-        history.remember(attempt)
-
-        async def serve(channel: Channel, request: Request, session: AllReduceSession = session) -> None:
-            channel.heartbeat.beat(keepalive_seconds(spec.grace_seconds))
-            await session.incoming.serve(channel, request)
-
-        rpc.serve_channel(ALLREDUCE, Request, serve)
-        result.append(RosterMember(member, attempt, session, history, AttemptRecovery(context, history)))
+        result.append(begin(member, context, attempt, Contribution(vectors[i], codec), history))
     return result
+
+
+def make_context(member: Member, spec: AveragingSpec, secure: SecureAggregationSpec | None = None) -> PeerContext:
+    rpc, runtime, signer = member.rpc, member.peer.runtime, member.peer.signer
+    membership = Membership(rpc.peer_id, runtime)
+    return PeerContext(rpc, runtime, signer, SWARM, spec, membership, secure_aggregation=secure)
+
+
+def begin(
+    member: Member, context: PeerContext, attempt: Attempt, contribution: Contribution, history: RoundLog
+) -> RosterMember:
+    """A member's side of an attempt, which serves the others from now on."""
+    session = AllReduceSession(context, attempt, contribution, UNSEEN, set())
+    history.remember(attempt)
+
+    async def serve(channel: Channel, request: Request) -> None:
+        channel.heartbeat.beat(keepalive_seconds(context.spec.grace_seconds))
+        await session.incoming.serve(channel, request)
+
+    member.rpc.serve_channel(ALLREDUCE, Request, serve)
+    return RosterMember(member, attempt, session, history, AttemptRecovery(context, history))
 
 
 async def run_all(roster: list[RosterMember]) -> list[Certificate | BaseException]:

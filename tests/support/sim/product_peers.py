@@ -19,6 +19,7 @@ from p2ptrain.manifest import (
     PipelineSpec,
     PrivacySpec,
     PrivateSpec,
+    SecureAggregationSpec,
     SignedManifest,
     TrainingSpec,
 )
@@ -58,6 +59,7 @@ def small_manifest(
     tied: bool | None = None,
     private: PrivateSpec | None = None,
     differential_privacy: PrivacySpec | None = None,
+    secure_aggregation: SecureAggregationSpec | None = None,
     admission: AdmissionSpec | None = None,
     **averaging: Any,
 ) -> Manifest:
@@ -75,6 +77,7 @@ def small_manifest(
         data=DataSpec(source=f"path:{text}" if private is None else "own"),
         private=private,
         differential_privacy=differential_privacy,
+        secure_aggregation=secure_aggregation,
         training=TrainingSpec.model_validate({"local_batch": 2, **training}),
         averaging=AveragingSpec.model_validate(
             {"codec": "int8", "grace_seconds": 3.0, "matchmaking_seconds": 15.0, "round_seconds": 20.0, **averaging}

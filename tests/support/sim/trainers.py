@@ -147,7 +147,7 @@ class SimulatedTrainer:
             ballots = ballots_in(peer.runtime.scratch, self.swarm)
         context = PeerContext(
             self.rpc, peer.runtime, peer.signer, self.swarm, manifest.averaging, self.membership, self,
-            founding_of(manifest), ballots,
+            founding_of(manifest), ballots, secure_aggregation=manifest.secure_aggregation,
         )  # fmt: skip
         self.sync = Synchronizer(Replica(context, manifest, self.state))
         spec = manifest.training

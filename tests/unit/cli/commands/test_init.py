@@ -28,6 +28,21 @@ def test_init_takes_any_value(tmp_path: Path) -> None:
     assert not (tmp_path / "other").exists()
 
 
+def test_init_leaves_checks_out_where_updates_are_masked(tmp_path: Path) -> None:
+    done = p2ptrain(
+        "init",
+        str(tmp_path / "run"),
+        "--set",
+        "secure_aggregation.min_contributors=4",
+        "--set",
+        "averaging.min_peers=4",
+    )
+    assert done.returncode == 0, done.stderr
+    manifest = load_manifest(tmp_path / "run" / "run.toml")
+    assert manifest.secure_aggregation is not None
+    assert (manifest.secure_aggregation.min_contributors, manifest.averaging.spot_checks) == (4, 0)
+
+
 def test_init_says_which_paths_become_public(tmp_path: Path) -> None:
     done = p2ptrain("init", str(tmp_path / "run"), "--set", "data.source=path:/home/me/diary.txt")
     assert done.returncode == 0, done.stderr
