@@ -20,7 +20,7 @@ MINUTES ?= 10
 SEEDS ?= 2000
 
 .PHONY: help venv demo docs test test-unit test-swarm test-nat test-systemd test-browser test-docker test-gpu test-all soak soak-serving \
-	lab chaos fuzz wheels schedules lint format bench bench-averaging bench-convergence bench-moshpit bench-groups bench-monitor bench-pipeline bench-serving bench-uneven clean
+	lab chaos fuzz wheels schedules lint format bench bench-averaging bench-convergence bench-federated bench-moshpit bench-groups bench-monitor bench-pipeline bench-serving bench-uneven clean
 
 help:  ## show this
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 22
@@ -125,6 +125,18 @@ bench-averaging: $(STAMP)  ## averaging against hivemind, all of it; ARGS="--ful
 
 bench-convergence: $(STAMP)  ## loss at equal tokens and bytes sent, by method; ARGS="--json FILE --plot FILE.svg"
 	$(BIN)/python -m benchmarks.bench_convergence $(ARGS)
+
+# Flower's versions of shared packages are not ours: its environment sees ours behind its own.
+FLOWER := build/flower/bin/python
+LIBRARIES := -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])'
+
+$(FLOWER): | $(STAMP)
+	$(PYTHON) -m venv build/flower
+	$(FLOWER) -m pip install --quiet --disable-pip-version-check 'flwr>=1.42,<2'
+	$(BIN)/python $(LIBRARIES) > "$$($(FLOWER) $(LIBRARIES))/after.pth"
+
+bench-federated: $(STAMP) $(FLOWER)  ## a private swarm beside Flower; ARGS="--sites 5 --values 10 --json FILE"
+	$(BIN)/python -m benchmarks.bench_federated $(ARGS)
 
 bench-moshpit: $(STAMP)  ## how fast 100 to 10,000 peers come to agree, beside published figures
 	$(BIN)/python -m benchmarks.bench_moshpit $(ARGS)

@@ -138,7 +138,8 @@ async def test_sites_that_require_secure_aggregation_send_masked_parts_and_log_t
     sites = _begin(
         begin, network, POLICY + 'require = ["secure_aggregation"]\n',
         admission=AdmissionSpec(mode="allowlist", members=members),
-        secure_aggregation=SecureAggregationSpec(), aggregation="mean", codec="fp32", group_size=8, min_peers=3, spot_checks=0,
+        secure_aggregation=SecureAggregationSpec(), aggregation="mean", codec="fp32", group_size=8, min_peers=3,
+        spot_checks=0,
     )  # fmt: skip
     for name in SITES:
         _start(sites, name, 4)
