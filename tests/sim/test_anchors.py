@@ -516,7 +516,7 @@ async def test_strangers_do_not_keep_a_peer_from_asking_others(
         asked.add(peer)
 
     monkeypatch.setattr(search, "_ask_one", ask)
-    for _ in range(50):
+    for _ in range(500):  # Each look draws three of them.
         await search.look()
         await asyncio.sleep(1.0)
     assert {*crowd, "zz"} <= asked

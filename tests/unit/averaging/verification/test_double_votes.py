@@ -104,6 +104,7 @@ def test_no_two_votes_of_an_honest_voter_convict_it_whatever_it_is_asked(
 ) -> None:
     """Forwards and back beyond the votes that it keeps, in full and reduced rounds, and across crashes."""
     signed = dict[bytes, Body]()
+    from_bytes(module._Record, to_bytes(module._Record(())))  # At its first use it takes its bounds, for good.
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patched:
         patched.setattr(module, "MAX_LINEAGES", 2)
         path = Path(folder) / "votes"
