@@ -1,4 +1,4 @@
-"""What spot checks and masks cost: rounds of the same size with and without, in turn, as real processes on loopback.
+"""The cost of spot checks and of masks: rounds of one size with and without, in turn, as real processes on loopback.
 
 There a round is nothing but work. Part of `benchmarks.bench_averaging`.
 """

@@ -1,4 +1,4 @@
-"""What both contenders of `benchmarks.bench_federated` train: a wide layer on digits, at sites that each lack some.
+"""The task of `benchmarks.bench_federated`: a wide layer learns digits at sites that each lack some.
 
 Imports nothing of p2ptrain: Flower's processes run in an environment of their own.
 """

@@ -39,7 +39,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Setup:
-    """What all peers of a swarm have in common.
+    """The settings that all peers of a swarm have in common.
 
     Attributes:
         peers: How many.
@@ -66,7 +66,7 @@ class Setup:
     hivemind_python: str = sys.executable
 
     def options(self, index: int) -> dict[str, Any]:
-        """What every process is told."""
+        """Return the options of one process."""
         return {
             "index": index,
             "peers": self.peers,
@@ -210,7 +210,7 @@ class P2PTrainSwarm(AveragingSwarm):
         pass
 
     def anew(self) -> None:
-        """Have all peers begin another lineage, whatever became of the last round."""
+        """Tell all peers to begin another lineage, whatever became of the last round."""
         self._lineages += 1
         self.order("anew", number=self._lineages)
         self.hear_all(ROUND_SECONDS)

@@ -98,8 +98,8 @@ class Peer:
         self.rpc = network.rpc
         self.signed = signed or await ask_for_manifest(network.transport, self.rpc, known, self.identity)
         self.manifest = self.signed.manifest
+        await self.held.check_departures()
         serve_manifest(self.rpc, self.signed)
-        self.held.check_departures()
         self.entry = Entry(self.manifest, self.identity.peer_id, self.options, self.runtime)
         self.rpc.gate = self.admission = self.entry.admission
         if self.options.role != "client":

@@ -1,4 +1,4 @@
-"""What people see: no serious barrier to anybody, nothing cut off on a phone, all of it within the keyboard's reach."""
+"""Pages as people see them: no serious barrier, nothing cut off on a phone, all of it within the keyboard's reach."""
 
 import re
 import time

@@ -69,7 +69,7 @@ async def rewritten(
 
 
 def knows_only(trainer: SimulatedTrainer, other: SimulatedTrainer) -> None:
-    """Let a trainer forget the records of all but one peer."""
+    """Remove the records of all but one peer from a trainer's memory."""
     known = trainer.membership._known
     trainer.membership._known = {peer: each for peer, each in known.items() if peer == other.peer.peer_id}
 
@@ -312,7 +312,7 @@ async def test_an_anchor_of_a_head_that_the_voters_did_not_certify_moves_nobody(
 
 
 def show(trainer: SimulatedTrainer, anchors: Sequence[Anchor], seconds: float = 0.0) -> None:
-    """Let a trainer tell others of these anchors, so many seconds later."""
+    """Answer questions for anchors at a trainer with these, so many seconds later."""
 
     async def answer(peer: str, request: AskAnchors) -> HeldAnchors:
         await asyncio.sleep(seconds)

@@ -84,7 +84,7 @@ async def _take_part(peer: AveragingPeer, spent: list[str]) -> None:
 
 
 async def _average_until(sites: list[AveragingPeer], survivors: list[AveragingPeer], spent: list[str]) -> None:
-    """Have all sites take part until each survivor was in a committed round."""
+    """Run all sites until each survivor was in a committed round."""
     runs = [site.peer.spawn(_take_part(site, spent)) for site in sites]
     await until(lambda: all(site.outcomes for site in survivors), 400.0)
     for run in runs:

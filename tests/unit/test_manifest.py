@@ -287,7 +287,8 @@ def test_residuals_decay_under_topk_unless_the_organizer_says_otherwise() -> Non
 
 
 def test_an_adam_that_does_not_move_parameters_by_their_own_size_may_go_fast() -> None:
-    parse_manifest({"training": {"outer": "adam", "outer_learning_rate": 0.7, "outer_epsilon": 0.1}}, "a")
+    manifest = parse_manifest({"training": {"outer": "adam", "outer_learning_rate": 0.7, "outer_epsilon": 0.1}}, "a")
+    assert (manifest.training.outer_learning_rate, manifest.training.outer_epsilon) == (0.7, 0.1)
 
 
 def test_each_outer_optimizer_has_a_learning_rate_of_its_own() -> None:

@@ -9,7 +9,7 @@ share costs nothing for the others.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -133,9 +133,6 @@ class MaskedCodec(Codec):
         raise NotImplementedError("masked values do not decode")
 
     def accumulate_into(self, data: Buffer, weight: float, out: torch.Tensor) -> None:
-        raise NotImplementedError("masked values do not decode")
-
-    def _decoded(self, data: Buffer, num_values: int) -> Iterator[torch.Tensor]:
         raise NotImplementedError("masked values do not decode")
 
 

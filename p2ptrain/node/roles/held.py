@@ -53,11 +53,12 @@ class HeldState:
             secure_aggregation=peer.manifest.secure_aggregation,
         )  # fmt: skip
 
-    def check_departures(self) -> None:
+    async def check_departures(self) -> None:
         """Check the site's policy, and open its log; raise as `Departures.of`."""
         peer = self._peer
-        self.departures = Departures.of(peer.manifest, peer.options, peer.identity, peer.runtime)
-        peer.on_close(self.departures.close)
+        offload = peer.runtime.offload  # It verifies each entry of the log, and waits for the disk.
+        self.departures = await offload(Departures.of, peer.manifest, peer.options, peer.identity, peer.runtime)
+        peer.on_close(lambda: offload(self.departures.close))
 
     def train(self, state: SharedState) -> Synchronizer:
         """Join averaging with this state of the whole model; raise as `check_extensions`."""

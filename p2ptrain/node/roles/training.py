@@ -49,7 +49,7 @@ async def start_training(
         IncompatibleError: The other peers train a model of another shape, or use another step rule.
     """
     compute = peer.runtime.compute
-    peer.held.departures.joined([entry.name for entry in state.layout.entries])
+    await peer.runtime.offload(peer.held.departures.joined, [entry.name for entry in state.layout.entries])
     checkpoint = await compute(load_newest_valid, directory, peer.swarm, peer.jobs) if directory is not None else None
     if checkpoint is not None:
         await compute(restore_shared, state, checkpoint)

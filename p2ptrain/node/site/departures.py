@@ -1,4 +1,7 @@
-"""The departures of a site: its policy is enforced, and each departure is logged before its first byte."""
+"""The departures of a site: its policy is enforced, and each departure is logged before its first byte.
+
+What writes the log waits for the disk: call it off the event loop.
+"""
 
 from __future__ import annotations
 
@@ -114,7 +117,7 @@ class Departures:
             bytes=sum(part.nbytes for part in parts.values()), sha256=whole.hexdigest(),
         )  # fmt: skip
 
-    async def close(self) -> None:
+    def close(self) -> None:
         """Log the end, and tell the hash of the last line, so that a later cut of the log can be proved."""
         if self._chain is not None and self._tensors:
             self._log("closed")

@@ -92,7 +92,7 @@ class Worker(Teller):
         self.process.send_signal(number)
 
     def end(self) -> None:
-        """Have it leave in good order; kill it if it does not."""
+        """Ask it to leave in good order; kill it if it does not."""
         with contextlib.suppress(OSError, ValueError):
             self.order("leave")
         try:

@@ -150,7 +150,7 @@ class GroupingPeer:
         self.matchmaker.participate(True)
 
     def line(self) -> list[str]:
-        """Who leads the first round, in this order, for all that this peer knows."""
+        """Return who leads the first round, in this order, for all that this peer knows."""
         return self.leaders.candidates(Key(HEAD.round, HEAD.lineage), [])
 
     async def find_group(self) -> Roster:

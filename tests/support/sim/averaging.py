@@ -110,7 +110,7 @@ def begin(
 
 
 async def run_all(roster: list[RosterMember]) -> list[Certificate | BaseException]:
-    """What each member comes to when all take part; they linger for each other."""
+    """Return what each member comes to when all take part; they linger for each other."""
     results = await asyncio.gather(*(each.run() for each in roster), return_exceptions=True)
     await stop(roster, linger=True)
     return results

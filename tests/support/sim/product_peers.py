@@ -243,7 +243,7 @@ Begin = Callable[..., ProductSwarm]
 
 
 def use_virtual_time(monkeypatch: pytest.MonkeyPatch, swarm: ProductSwarm) -> None:
-    """Let training threads take turns with the loop, steps and passes take virtual time, and nobody measure."""
+    """Make training threads take turns with the loop, and steps and passes take virtual time; nobody measures."""
     loop = swarm.network.loop
     # Threads run only while the loop stands still, so what they schedule needs no wake-up.
     loop.call_soon_threadsafe = loop.call_soon  # type: ignore[method-assign]

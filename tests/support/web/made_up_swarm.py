@@ -108,7 +108,7 @@ class MadeUpSwarm:
         return self._clock()
 
     async def look(self) -> Look:
-        """What each peer that is there published last."""
+        """Return what each peer that is there published last."""
         now = self.now()
         # It takes longer than to watch a real swarm does.
         seen = await asyncio.to_thread(self._look, now) if self.answers else None
