@@ -23,7 +23,7 @@ from p2ptrain.training.data.corpus import Corpus
 from p2ptrain.training.data.windows import Sampler
 from p2ptrain.training.evaluate import held_out_loss, language_model_loss
 from p2ptrain.training.metrics import MetricsWriter
-from p2ptrain.training.optimizer import PAUSE_SECONDS, SwarmOptimizer
+from p2ptrain.training.optimizer import KEEPS_BUDGET, PAUSE_SECONDS, SwarmOptimizer
 from p2ptrain.training.sync.synchronizer import RoundResult
 from p2ptrain.training.worth import WorthAudits
 
@@ -179,8 +179,8 @@ class Trainer:
 
     def _wait_for_others(self) -> None:
         """Keep the last of the privacy budget until another site trains; see `SwarmOptimizer.saves_budget`."""
-        self.progress.note = "it keeps the last of its privacy budget until another site trains"
-        logger.warning("this site founded the swarm, and is alone: %s", self.progress.note)
+        self.progress.note = KEEPS_BUDGET
+        logger.warning("%s", KEEPS_BUDGET)
         self._contribute_rest()
         self._save()
         self._on_progress(self.progress)

@@ -36,6 +36,7 @@ from p2ptrain.training.sync.synchronizer import RoundResult, Synchronizer
 
 logger = logging.getLogger(__name__)
 
+KEEPS_BUDGET = "this site is alone: it keeps the last of its privacy budget until another one trains"
 PAUSE_SECONDS = 1.0
 """Retry interval while the swarm is below its minimum of peers."""
 MARK_SECONDS = 1.0
@@ -97,7 +98,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
         self._steps_per_round = spec.steps_per_round
         self._clip_norm = wrapped.clip_norm
         self._rates = wrapped.rates
-        self._warned_of_rates = self._has_rested = False
+        self._warned_of_rates, self._told_why_it_rests = False, ""
         self.dropped_batches = self._drops_in_a_row = 0
         self._overlap_steps = spec.overlap_steps
         mixing = spec.mixing if spec.overlap_steps else None
@@ -259,9 +260,12 @@ class SwarmOptimizer(torch.optim.Optimizer):
         assert self.site is not None
         assert self.site.privacy is not None
         self.site.privacy.clear(self._trained())
-        if self.is_spent and not self._has_rested:
-            self._has_rested = True
-            logger.warning("the privacy budget is spent (%s): this site contributes no more, and follows", self.privacy)
+        why = KEEPS_BUDGET
+        if self.is_spent:
+            why = f"the privacy budget is spent ({self.privacy}): this site contributes no more, and follows"
+        if why != self._told_why_it_rests:
+            self._told_why_it_rests = why
+            logger.warning("%s", why)
         if self._running_round is not None or self.work.tokens:
             self.synchronize()
         else:

@@ -1,6 +1,7 @@
 """`Swarm` and `SwarmOptimizer` in a researcher's own script: the same mathematics, and torch's usual manners."""
 
 import copy
+import itertools
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ import torch
 from p2ptrain import Manifest, Swarm
 from p2ptrain.errors import TemporaryError, UsageError
 from p2ptrain.training import optimizer as optimizer_module
-from p2ptrain.training.optimizer import SwarmOptimizer
+from p2ptrain.training.optimizer import KEEPS_BUDGET, SwarmOptimizer
 from p2ptrain.training.sync.synchronizer import RoundResult
 from tests.support.processes.swarmlet import Swarmlet, make_manifest, nothing_left_behind
 from tests.support.processes.tellers import Event
@@ -269,3 +270,32 @@ def test_closing_says_goodbye_and_later_steps_say_what_to_do(tmp_path: Path) -> 
         swarm.close()
         with pytest.raises(TemporaryError, match="closed"):
             take_step(model, opt, [4, 5, 6, 7])
+
+
+def test_a_script_that_is_alone_keeps_the_last_of_its_privacy_budget_and_is_told_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Else nobody could go on with the swarm that it founded."""
+    private = {"private": {}, "differential_privacy": {"epsilon": 3.0}, "data": {"source": "custom"}}
+    training = {"every": 2, "local_batch": LOCAL_BATCH, "warmup_steps": 0}
+    made = make_manifest(training=training, averaging={"codec": "fp32"})
+    manifest = Manifest.model_validate({**made, **private, "admission": {"mode": "invite"}})
+    model, samples = torch.nn.Linear(4, 1), torch.randn(64, 4)
+    with nothing_left_behind(), Swarm.create(manifest, run_dir=tmp_path, listen=("/ip4/127.0.0.1/tcp/0",)) as swarm:
+        opt = swarm.optimizer(model, torch.optim.SGD(model.parameters(), 0.1), site_samples=len(samples))
+        batches = swarm.batches(samples)
+
+        def train(num_steps: int) -> None:
+            for chosen in itertools.islice(batches, num_steps):
+                model(samples[chosen]).square().mean().backward()
+                opt.step()
+                opt.zero_grad()
+
+        for _ in range(1000):
+            train(2)
+            if opt.saves_budget:
+                break
+        before = opt.privacy
+        train(3)
+        assert (opt.privacy, opt.is_spent) == (before, False)
+    assert caplog.text.count(KEEPS_BUDGET) == 1
