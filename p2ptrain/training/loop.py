@@ -84,6 +84,7 @@ class Trainer:
         self._module = optimizer.module
         self._device = next(self._module.parameters()).device
         self._synchronizer = optimizer.synchronizer
+        self._limit = optimizer.synchronizer.last_round
         self._jobs = optimizer.synchronizer.jobs
         self._spec = manifest.training
         self._is_private = manifest.private is not None
@@ -93,7 +94,7 @@ class Trainer:
         self._metrics = metrics
         self._on_progress = on_progress
         self._stop = threading.Event()
-        self._is_paused = False
+        self._is_paused = self._is_finishing = False
         self._wake = threading.Event()
         self._deadline: float | None = None
         self._round = -1
@@ -120,8 +121,9 @@ class Trainer:
         self._wake.set()
 
     def finish(self) -> None:
-        """Ask the loop to end after the round in progress; safe from any thread."""
-        self._synchronizer.last_round = self._synchronizer.head.round + 1
+        """Ask the loop to end after the next round that has its work; safe from any thread."""
+        self._is_finishing = True
+        self._end_after_this_round()
 
     def run(self) -> TrainingProgress:
         """Train on the calling thread; raise `P2PTrainError` if training cannot continue."""
@@ -211,6 +213,10 @@ class Trainer:
         self.progress.is_resting, self.progress.tokens_per_second = is_resting, 0.0
         self._on_progress(self.progress)
 
+    def _end_after_this_round(self) -> None:
+        last = self._synchronizer.head.round + 1
+        self._synchronizer.last_round = min(last, self._limit) if self._limit else last
+
     def _is_done(self) -> bool:
         return 0 < self._synchronizer.last_round <= self._synchronizer.head.round
 
@@ -253,6 +259,8 @@ class Trainer:
             logger.warning("round %d was not committed: %s", result.round, result.reason)
         self._write_round(result)
         self._on_progress(self.progress)
+        if self._is_finishing and not result.contributed:
+            self._end_after_this_round()
         if result.committed and result.contributed and self.saver.is_due():
             self._save()
         if result.committed and time.monotonic() >= self._next_glance:
@@ -285,7 +293,8 @@ class Trainer:
         self._metrics.write(
             "round", round=result.round, committed=result.committed, reason=result.reason, seconds=result.seconds,
             matchmaking_seconds=result.matchmaking_seconds, transfer_seconds=result.transfer_seconds,
-            members=result.members, contributors=result.contributors, loss=self.progress.loss,
+            members=result.members, contributors=result.contributors, contributed=result.contributed,
+            loss=self.progress.loss,
             digest=self._synchronizer.head.digest.hex(), tokens=self.optimizer.total_tokens,
         )  # fmt: skip
 

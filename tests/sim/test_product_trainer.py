@@ -111,6 +111,31 @@ async def test_a_trainer_that_is_told_to_stop_hands_in_its_work_and_saves(
     assert swarm.sync("c").replica.trained_rounds > 0
 
 
+@pytest.mark.parametrize("every", EVERY)
+@pytest.mark.parametrize("limit", [0, 4])
+@simulated(seed=lambda every, **_: every)
+async def test_a_trainer_that_is_told_to_finish_ends_after_a_round_that_has_its_work(
+    network: SimulatedNetwork, every: int, limit: int, begin: Begin
+) -> None:
+    """Also if the others went on without it meanwhile, but never after its owner's last round."""
+    swarm = begin(network, EVERY[every])
+    swarm.start_all("ab", 4 * ROUNDS)
+    swarm.start("c", limit)
+    await swarm.until(lambda: swarm.round("c") >= 2)
+    handed_in, missed = swarm.sync("c").replica.trained_rounds, swarm.round("c")
+    network.cut(network.peers["c"])
+    swarm.trainers["c"].finish()
+    await swarm.until(lambda: swarm.round("a") > missed + 1)
+    network.mend(network.peers["c"])
+    await swarm.tasks["c"]
+    assert swarm.summary("c").exit_reason == "rounds"
+    if not limit:
+        assert swarm.sync("c").replica.trained_rounds > handed_in
+    else:
+        assert swarm.sync("c").last_round == limit
+    await swarm.end()
+
+
 @simulated(seed=1)
 async def test_a_trainer_that_is_told_to_stop_in_a_round_that_does_not_end_saves_in_time(
     network: SimulatedNetwork, begin: Begin
