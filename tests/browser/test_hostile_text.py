@@ -11,7 +11,17 @@ from p2ptrain.monitor.store import Store
 from p2ptrain.monitor.watch import Watch
 from p2ptrain.network.records.evaluation import Evaluation, PrivacyLoss
 from p2ptrain.network.records.record import PeerRecord
-from p2ptrain.status.views import Alert, Event, GroupView, HostedView, RoundView, Snapshot, SwarmView
+from p2ptrain.status.views import (
+    Alert,
+    CurvePoint,
+    Event,
+    GroupView,
+    HostedView,
+    RoundView,
+    SiteCurve,
+    Snapshot,
+    SwarmView,
+)
 from tests.support.processes.daemons import wait_until
 from tests.support.web.hostile_text import PAYLOADS, filled_text_fields, poisoned, text_fields
 from tests.support.web.visits import PHONE, Visit, visiting
@@ -80,6 +90,7 @@ def hostile_snapshot(payload: str) -> Snapshot:
         groups=(GroupView(0, (("a", "counted"), ("b", "late"), ("c", "delegate"), ("d", "absent"))),),
         stages=tuple(replace(each, risk="a risk", syncing=("c",)) for each in usual.stages),
         peers=tuple(replace(each, hosting=(HOSTED,)) for each in usual.peers),
+        sites=(SiteCurve("a", "Ada", "loss", (CurvePoint(5, 2.5, 0.1), CurvePoint(6, 2.4, None))),),
     )
     assert text_fields(Snapshot) - filled_text_fields(filled) == set(), "these fields are not tried: fill them"
     return poisoned(filled, payload)

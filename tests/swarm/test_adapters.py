@@ -17,8 +17,10 @@ from p2ptrain.errors import UsageError
 from p2ptrain.manifest import ModelSpec
 from p2ptrain.models import build_model, export_hugging_face
 from p2ptrain.models.weights import SINGLE
+from tests.support.processes.daemons import wait_until
 from tests.support.processes.files import LOOPBACK, set_options
 from tests.support.processes.swarmlet import background_command, init, nothing_left_behind, run_command, seeding
+from tests.support.processes.tellers import PATIENCE_SECONDS
 
 LINE = b"the 7th of many lines that say nearly the same\n"
 MODEL = ModelSpec(layers=2, hidden=32, heads=2, kv_heads=2, intermediate=64, context=64, tied_embeddings=False)
@@ -105,6 +107,7 @@ def test_a_script_trains_adapters_and_a_host_with_another_model_is_refused(tmp_p
         refused = run_command(*join, "--stage", "1", "--weights", tmp_path / "other", "--run-dir", tmp_path / "refused")
         assert refused.returncode == 3, refused.stderr
         assert re.search(r"error: the parameters of layer 1 in .* are not those", refused.stderr)
+        wait_until(lambda: all("hosting blocks" in log.read_text() for log in logs), PATIENCE_SECONDS)
         with Swarm.join(link, listen=(LOOPBACK,)) as member:
             with pytest.raises(UsageError, match="what is trained is in its manifest"):
                 member.pipeline(lora=LoraSpec(targets=("q_proj",)))

@@ -177,6 +177,8 @@ def command(*arguments: str | Path) -> list[str]:
     return [sys.executable, "-m", "p2ptrain", *map(str, arguments)]
 
 
+SHOWN_CHARACTERS = 3000
+"""Of a process's log, if its test fails."""
 FORKED = ("checkpoint", "join", "peer")
 """Commands that import torch: a fork has their imports, and runs them. Others, and what `up` starts, are executed."""
 
@@ -212,12 +214,17 @@ def run_command(
 def background_command(log: Path, *arguments: str | Path, program: str = COMMAND) -> Iterator[subprocess.Popen[Any]]:
     """A ``p2ptrain`` command that runs meanwhile, its output in ``log``; killed at the end.
 
-    ``program`` runs ``join`` in its own way; see `tests.support.processes.preloaded`.
+    A test that fails shows the end of the log. ``program`` runs ``join`` in its own way; see
+    `tests.support.processes.preloaded`.
     """
     with log.open("ab") as output:
         process = _start_command(arguments, output, output, program)
     try:
         yield process
+    except BaseException as error:
+        ended = "runs" if process.poll() is None else f"ended with {process.returncode}"
+        error.add_note(f"{log} ({ended}):\n{log.read_text(errors='replace')[-SHOWN_CHARACTERS:]}")
+        raise
     finally:
         process.kill()
         process.wait()
