@@ -17,6 +17,7 @@ between members that cannot reach each other.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, TypeVar
@@ -78,9 +79,8 @@ class Unmasking(Verifier):
     async def mean_received(self, stream: OutgoingStream, tree: SumTree) -> bool:
         """As a member, after an owner's masked sum: hand in signature and shares, and receive the others'."""
         session, channel, own = self._session, stream.channel, self._masking.own
-        for dealer, box in enumerate((await stream.hear(messages.ForwardedShares)).boxes[: self._masking.count]):
-            if box:
-                self._boxes.setdefault(dealer, box)
+        boxes = (await stream.hear(messages.ForwardedShares)).boxes[: self._masking.count]
+        await session.context.runtime.offload(self._add_forwarded, boxes)
         self._forwarded.add(stream.member)
         session.changed()
         await stream.until(self._has_agreed.is_set)
@@ -90,6 +90,16 @@ class Unmasking(Verifier):
         await channel.send(self._revealed[own])
         self._add_revealed(dict((await stream.hear(messages.AllRevealed, max_bytes=MAX_SHARES_BYTES)).revealed))
         return True
+
+    def _add_forwarded(self, boxes: tuple[bytes, ...]) -> None:
+        """Keep the boxes of members that sent none. Only their dealers can make boxes that open."""
+        for dealer, box in enumerate(boxes):
+            if box and dealer not in self._boxes:
+                with contextlib.suppress(
+                    MaskError
+                ):  # False by the forwarder, or by the dealer: another owner may tell.
+                    self._masking.open_box(dealer, box)
+                    self._boxes[dealer] = box
 
     async def mean_sent(self, channel: Channel) -> bool:
         """As an owner, after the own masked sum: forward what other members sent, as soon as it suffices."""

@@ -287,6 +287,39 @@ async def test_false_key_shares_are_noticed_before_anything_is_revealed(
     assert told.revealed == []
 
 
+@simulated(members, 6, seed=9)
+async def test_false_key_shares_that_an_owner_forwards_are_not_blamed_on_their_dealer(
+    swarm: list[Member], network: SimulatedNetwork, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hidden = {swarm[1].peer.name, swarm[4].peer.name}
+    connected = network.connected
+    network.connected = lambda first, second: not {first.name, second.name} <= hidden and connected(first, second)  # type: ignore[method-assign]
+    real, honest = Channel.send, swarm[5].rpc.peer_id
+    vectors, tokens, forwarded = make_vectors(6, 200), [10] * 6, list[bytes]()
+    roster = make_masked_roster(swarm, vectors, tokens, unreachable=[1, 4])
+    senders = {id(each.session): each.member.rpc.peer_id for each in roster}
+
+    async def lying(verifier: Unmasking, channel: Channel) -> bool:
+        async def send(message: Any) -> None:
+            if isinstance(message, messages.ForwardedShares):
+                forwarded.extend(box for box in message.boxes if box)
+                message = messages.ForwardedShares(tuple(box[::-1] for box in message.boxes))
+            await real(channel, message)
+
+        if senders[id(verifier._session)] == honest:
+            await asyncio.sleep(1.0)  # the false ones come first
+        else:
+            channel.send = send  # type: ignore[method-assign]
+        return await mean_sent(verifier, channel)
+
+    mean_sent = Unmasking.mean_sent
+    monkeypatch.setattr(Unmasking, "mean_sent", lying)
+    results = await run_all(roster)
+    assert all(isinstance(result, Certificate) for result in results), results
+    assert forwarded
+    expect_mean(roster, ordered(swarm, vectors), tokens, range(6))
+
+
 @simulated(members, 5, seed=9)
 async def test_an_owner_that_falsifies_its_sum_for_some_hears_no_share(
     swarm: list[Member], monkeypatch: pytest.MonkeyPatch
