@@ -38,7 +38,7 @@ def main() -> None:
             opt.step()
             opt.zero_grad()
             if opt.round != before:
-                say(round=opt.round, at=time.monotonic(), accuracy=task.accuracy())
+                say(round=opt.round, at=time.monotonic(), accuracy=task.accuracy(opt.round))
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ class Site(NumPyClient):  # type: ignore[misc]
                 own.copy_(torch.from_numpy(theirs))
         self._round += 1
         if self._round:
-            say(round=self._round, at=time.monotonic(), accuracy=task.accuracy())
+            say(round=self._round, at=time.monotonic(), accuracy=task.accuracy(self._round))
         for _ in range(self._steps):
             task.backward()
             task.optimizer.step()
