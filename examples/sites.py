@@ -54,16 +54,10 @@ def main(
         compare: Makes curves of the sites' results, by the name of the manifest, and of the seed.
         measure: Name and unit of the measurement, for the plot.
     """
-    parser = argparse.ArgumentParser(description=doc.partition("\n")[0])
+    parser = command_line(doc)
     parser.add_argument("link", nargs="?", help="with --site: the swarm to join; without it, the site starts one")
     parser.add_argument("--site", type=int, choices=range(count), help="be this site alone")
-    parser.add_argument("--seed", type=int, default=1, help="of the data and its division")
-    parser.add_argument(
-        "--plot", metavar="FILE", action="append", default=[],
-        help="draw the curves, as the file's suffix says; needs matplotlib; may be repeated",
-    )  # fmt: skip
     parser.add_argument("--listen", default=LOOPBACK[0], help="with --site: multiaddr to listen on")
-    parser.add_argument("--deadline", type=int, default=DEADLINE_SECONDS, metavar="SECONDS", help="end all sites then")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     if arguments.site is not None:
@@ -78,14 +72,45 @@ def main(
             print(f"others join with: --seed {arguments.seed} --site N '{swarm.link}'", flush=True)
             print(train(swarm, arguments.site, arguments.seed))
         return
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # The sites end with this process.
-    signal.signal(signal.SIGALRM, lambda *_: sys.exit(f"not done within {arguments.deadline} seconds"))
-    signal.alarm(arguments.deadline)
+    end_by(arguments.deadline)
     curves = compare(run_all(train, manifests, count, arguments.seed), arguments.seed)
+    every = manifests[0]["training"]["every"]
+    report(curves, arguments.plot, doc, (f"rounds of {every} local steps", measure))
+
+
+def command_line(doc: str) -> argparse.ArgumentParser:
+    """Return a parser of the options that all examples have, for an example with this docstring."""
+    parser = argparse.ArgumentParser(description=doc.partition("\n")[0])
+    parser.add_argument("--seed", type=int, default=1, help="of the data and its division")
+    parser.add_argument(
+        "--plot", metavar="FILE", action="append", default=[],
+        help="draw the curves, as the file's suffix says; needs matplotlib; may be repeated",
+    )  # fmt: skip
+    parser.add_argument("--deadline", type=int, default=DEADLINE_SECONDS, metavar="SECONDS", help="end all peers then")
+    return parser
+
+
+def end_by(deadline_seconds: int) -> None:
+    """Let SIGTERM, and the deadline, raise `SystemExit` in this process; its peers end with it."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    signal.signal(signal.SIGALRM, lambda *_: sys.exit(f"not done within {deadline_seconds} seconds"))
+    signal.alarm(deadline_seconds)
+
+
+def report(curves: Curves, plots: Sequence[str], doc: str, axes: tuple[str, str], at: Sequence[int] = ()) -> None:
+    """Print the last value of each curve, and draw the curves to files.
+
+    Args:
+        curves: See `Curves`.
+        plots: Paths; none draws nothing.
+        doc: Of the example; its first line is the title.
+        axes: Names of the horizontal axis and of the vertical one.
+        at: Where the points of a curve stand horizontally; by default 1, 2, …
+    """
     for name, curve in curves.items():
         print(f"{name} = {curve[-1]:.4f}")
-    for path in arguments.plot:
-        draw(curves, path, doc.partition("\n")[0], measure, manifests[0]["training"]["every"])
+    for path in plots:
+        draw(curves, path, doc.partition("\n")[0], axes, at)
 
 
 def run_all(train: Train, manifests: Sequence[Mapping[str, Any]], count: int, seed: int) -> dict[str, list[Any]]:
@@ -121,8 +146,8 @@ def in_parallel(function: Callable[..., Any], tasks: Sequence[tuple[Any, ...]]) 
         return pool.starmap(function, tasks, chunksize=1)
 
 
-def draw(curves: Curves, path: str, title: str, measure: str, every: int) -> None:
-    """Draw the curves over rounds of so many local steps to a file."""
+def draw(curves: Curves, path: str, title: str, axes: tuple[str, str], at: Sequence[int]) -> None:
+    """Draw the curves to a file; see `report`."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -131,11 +156,11 @@ def draw(curves: Curves, path: str, title: str, measure: str, every: int) -> Non
     figure, axis = pyplot.subplots(figsize=(7.5, 3.8), layout="constrained")
     for name, curve in curves.items():
         if len(curve) > 1:
-            axis.plot(range(1, len(curve) + 1), curve, label=name.replace("_", " "), linewidth=1.5)
+            axis.plot(at or range(1, len(curve) + 1), curve, label=name.replace("_", " "), linewidth=1.5)
     axis.set_title(title.rstrip("."), fontsize=10, loc="left")
     axis.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
-    axis.set_xlabel(f"rounds of {every} local steps")
-    axis.set_ylabel(measure)
+    axis.set_xlabel(axes[0])
+    axis.set_ylabel(axes[1])
     axis.spines[["top", "right"]].set_visible(False)
     axis.grid(alpha=0.25)
     axis.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))

@@ -5,6 +5,7 @@ integration names those that it installed, so that a test that did not run canno
 """
 
 import importlib
+import importlib.util
 import os
 
 import pytest
@@ -12,8 +13,9 @@ import pytest
 VARIABLE = "P2PTRAIN_REQUIRE"
 TOOLS = (
     "ip", "tc", "nft", "systemd-nspawn", "chromium", "docker", "compose-v2", "compose-1.29", "kernels", "matplotlib",
+    "smollm2",
 )  # fmt: skip
-"""``kernels`` is the native library of the codecs, which a C compiler builds."""
+"""``kernels`` is the native library of the codecs, which a C compiler builds; ``smollm2`` is a pretrained model."""
 
 
 def required() -> frozenset[str]:
@@ -53,4 +55,13 @@ def why_no_pictures() -> str:
         importlib.import_module("matplotlib.figure")
     except ImportError as error:
         return f"matplotlib is not there: make venv ({error})"
+    return ""
+
+
+def why_no_smollm2() -> str:
+    """Return why SmolLM2 cannot be read; empty if it can."""
+    from p2ptrain.models.smollm2 import PACKAGE
+
+    if missing := [name for name in (PACKAGE, "gguf") if importlib.util.find_spec(name) is None]:
+        return f"{' and '.join(missing)} not there: make smollm2"
     return ""
