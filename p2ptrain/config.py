@@ -139,8 +139,8 @@ class ResourcesSection(Section):
     serving_share: float = Field(0.5, ge=0.01, le=1.0)
     """Share of time in which a batch of generation may compute while this peer trains; 1 sets no limit."""
     nice: int = Field(0, ge=0, le=19)
-    """Added to the niceness of all processes of this peer, so that other programs go first; ``join`` adds 10. Linux
-    derives the priority of disk accesses from it."""
+    """Added to the niceness of all processes of this peer and of their sessions, so that other programs go first;
+    ``join`` adds 10. Linux derives the priority of disk accesses from it."""
     up: Rate = 0
     """Upload bandwidth, in bytes per second or as ``20Mbit``; 0 sets no limit."""
     down: Rate = 0

@@ -88,12 +88,6 @@ class SigtermExit:
             raise SystemExit(128 + number)
 
 
-def be_nice(niceness: int) -> None:
-    """Add to the niceness of this thread, and of all threads and processes that it starts."""
-    if niceness:
-        os.nice(niceness)
-
-
 def notify(state: str) -> bool:
     """Send a state such as ``READY=1`` or ``STOPPING=1`` to systemd (``Type=notify``, see sd_notify(3)).
 

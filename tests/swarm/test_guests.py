@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,7 @@ from p2ptrain.cli.manifests import LINK_FILE
 from p2ptrain.errors import P2PTrainError
 from p2ptrain.node.guest.control import SOCKET_FILE, Answer, Request, ask
 from p2ptrain.node.guest.totals import read_totals
-from tests.support.processes.daemons import wait_until
+from tests.support.processes.daemons import ROOT, wait_until
 from tests.support.processes.files import (
     QUICK,
     TINY,
@@ -23,7 +24,14 @@ from tests.support.processes.files import (
     write_role,
     write_text,
 )
-from tests.support.processes.swarmlet import background_command, init, nothing_left_behind, run_command, seeding
+from tests.support.processes.swarmlet import (
+    background_command,
+    command,
+    init,
+    nothing_left_behind,
+    run_command,
+    seeding,
+)
 from tests.support.processes.tellers import PATIENCE_SECONDS
 
 NAMES = ("a", "b", "guest")
@@ -55,6 +63,27 @@ def tell(*arguments: str | Path) -> str:
     return done.stdout
 
 
+def niceness_of_session(process: int) -> int | None:
+    """None if this kernel's sessions have none."""
+    path = Path(f"/proc/{process}/autogroup")
+    return int(path.read_text().rpartition(" ")[2]) if path.exists() else None
+
+
+@contextlib.contextmanager
+def in_a_session(log: Path, *arguments: str | Path) -> Iterator[subprocess.Popen[Any]]:
+    """A ``p2ptrain`` command in a session of its own, as a terminal's is; killed at the end."""
+    with log.open("ab") as output:
+        process = subprocess.Popen(
+            command(*arguments), cwd=ROOT, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
+            start_new_session=True, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )  # fmt: skip
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
 @contextlib.contextmanager
 def three_trainers(directory: Path) -> Iterator[dict[str, subprocess.Popen[Any]]]:
     """Trainers of one swarm, each a process, once all of them are in a round."""
@@ -68,8 +97,8 @@ def three_trainers(directory: Path) -> Iterator[dict[str, subprocess.Popen[Any]]
         for name in NAMES:
             resources = {"device": "cpu", "threads": 1, "nice": NICENESS if name == "guest" else 0}
             role = write_role(directory / f"{name}.toml", "trainer", resources=resources, **where)
-            command = background_command(directory / f"{name}.log", "peer", role)
-            processes[name] = stack.enter_context(command)
+            start = in_a_session if name == "guest" else background_command
+            processes[name] = stack.enter_context(start(directory / f"{name}.log", "peer", role))
             if name == "a":
                 wait_until((link := directory / "a" / LINK_FILE).exists, PATIENCE_SECONDS)
                 where = {"link": link.read_text().strip()}
@@ -83,6 +112,7 @@ def test_a_guest_rests_goes_on_and_leaves_and_no_round_is_lost(tmp_path: Path) -
         own = psutil.Process(processes["guest"].pid)
         there = psutil.Process().nice() + NICENESS
         assert {each.nice() for each in (own, *own.children(recursive=True))} == {there}
+        assert {niceness_of_session(each.pid) for each in (own, *own.children(recursive=True))} <= {there, None}
         assert (guest / SOCKET_FILE).stat().st_mode & 0o777 == 0o600
 
         assert "paused by its owner" in tell("pause", guest)

@@ -29,6 +29,7 @@ from pathlib import Path
 
 from p2ptrain.errors import ResourceError
 from p2ptrain.network.libp2p.settings import Libp2pSettings
+from p2ptrain.niceness import share_niceness
 from p2ptrain.tasks import Tasks
 
 logger = logging.getLogger(__name__)
@@ -177,6 +178,7 @@ class Daemon:
             )
             assert process.stdout is not None
             log.follow(process.stdout)
+            await asyncio.to_thread(share_niceness, process.pid)
             async with asyncio.timeout(settings.startup_timeout_seconds):
                 await log.ready.wait()
             if not log.is_up:
