@@ -133,14 +133,16 @@ bench-convergence: $(STAMP)  ## loss at equal tokens and bytes sent, by method; 
 
 # Flower's versions of shared packages are not ours: its environment sees ours behind its own.
 FLOWER := build/flower/bin/python
+# Flower's simulation brings it.
+RAY := build/flower/bin/ray
 LIBRARIES := -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])'
 
-$(FLOWER): | $(STAMP)
+$(RAY): | $(STAMP)
 	$(PYTHON) -m venv build/flower
-	$(FLOWER) -m pip install --quiet --disable-pip-version-check 'flwr>=1.42,<2'
+	$(FLOWER) -m pip install --quiet --disable-pip-version-check 'flwr[simulation]>=1.42,<2'
 	$(BIN)/python $(LIBRARIES) > "$$($(FLOWER) $(LIBRARIES))/after.pth"
 
-bench-federated: $(STAMP) $(FLOWER)  ## a private swarm beside Flower; ARGS="--sites 5 --values 10 --json FILE"
+bench-federated: $(STAMP) $(RAY)  ## a private swarm, and its simulation, beside Flower; ARGS="--only simulation --json FILE"
 	$(BIN)/python -m benchmarks.bench_federated $(ARGS)
 
 bench-moshpit: $(STAMP)  ## how fast 100 to 10,000 peers come to agree, beside published figures

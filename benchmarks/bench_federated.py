@@ -5,7 +5,7 @@
 Both do federated averaging, weighted by samples, without compression; p2ptrain with ``int8`` updates, too. A round is
 the time from one set of parameters that a site starts from to the next, local steps included. Flower runs as a server
 and sites that connect to it, by calls that start the fewest processes (`benchmarks.flower_peer`); `make` installs it
-apart.
+apart. `benchmarks.bench_simulation` compares simulations.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from functools import partial
 from typing import Any
 
 from benchmarks.bench_averaging import interpreter
+from benchmarks.bench_simulation import compare as compare_simulations
 from benchmarks.federated_task import Options
 from benchmarks.findings import Finding, Section, run
 from benchmarks.harness import Measured, PeakMemory, arguments, process_trees, progress
@@ -172,11 +173,12 @@ def after_a_kill(options: argparse.Namespace) -> Section:
 
 def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = arguments(__doc__, "3 sites, 0.1M values, 4 rounds, and no kills")
+    parser = arguments(__doc__, "3 sites, 0.1M values, 4 rounds, no kills, no simulations unless asked")
     parser.add_argument("--sites", type=int, default=5)
     parser.add_argument("--values", type=float, default=10.0, metavar="MILLIONS", help="parameters of the model")
     parser.add_argument("--rounds", type=int, default=12, help="rounds of each contender")
     parser.add_argument("--steps", type=int, default=2, help="local steps a round")
+    parser.add_argument("--simulated", type=int, nargs="+", default=[20, 100], help="sites of the simulations")
     parser.add_argument("--only", nargs="+", choices=list(SECTIONS), help="measure these parts")
     parser.add_argument(
         "--flower-python", metavar="PATH", type=interpreter, default="build/flower/bin/python",
@@ -189,11 +191,11 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     if options.sites < 3 or options.rounds < WARM_UP + 2 or options.steps < 1 or options.values <= 0:
         parser.error(f"there are at least 3 sites, {WARM_UP + 2} rounds and 1 step")
     options.values = round(1e6 * options.values)
-    os.environ["FLWR_TELEMETRY_ENABLED"] = "0"
+    os.environ |= {"FLWR_TELEMETRY_ENABLED": "0", "RAY_USAGE_STATS_ENABLED": "0"}
     return options
 
 
-SECTIONS = {"rounds": compare, "kills": after_a_kill}
+SECTIONS = {"rounds": compare, "kills": after_a_kill, "simulation": compare_simulations}
 
 
 def main() -> int:

@@ -1,6 +1,7 @@
 """The task of `benchmarks.bench_federated`: a wide layer learns digits at sites that each lack some.
 
-Imports nothing of p2ptrain: Flower's processes run in an environment of their own.
+`benchmarks.simulation_task` has the same digits and network. Imports nothing of p2ptrain: Flower's processes run in an
+environment of their own.
 """
 
 from __future__ import annotations
@@ -37,22 +38,32 @@ class Options:
     codec: str = "fp32"
 
 
+def digits() -> tuple[torch.Tensor, torch.Tensor]:
+    """Return all images, fp32, ``[samples, PIXELS]``, and their digits, int64, ``[samples]``."""
+    images, labels = load_digits(return_X_y=True)
+    return torch.tensor(images, dtype=torch.float32) / 16.0, torch.tensor(labels)
+
+
+def new_model(values: int) -> nn.Sequential:
+    """Return a network of about so many parameters, with the same bits in each process."""
+    width = max(1, (values - DIGITS) // (PIXELS + 1 + DIGITS))
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(PIXELS, width), nn.ReLU(), nn.Linear(width, DIGITS))
+
+
 class Task:
     """One site's samples, model and optimizer."""
 
     def __init__(self, options: Options) -> None:
         torch.set_num_threads(1)
         self._rounds = options.rounds
-        images, labels = load_digits(return_X_y=True)
-        inputs, targets = torch.tensor(images, dtype=torch.float32) / 16.0, torch.tensor(labels)
+        inputs, targets = digits()
         order = torch.randperm(len(inputs), generator=torch.Generator().manual_seed(0))
         self._held_out = inputs[order[:HELD_OUT]], targets[order[:HELD_OUT]]
         own = order[HELD_OUT + max(0, options.site) :: options.sites]
         own = own[(targets[own] + options.site) % DIGITS >= 3]
         self._inputs, self._targets = inputs[own], targets[own]
-        width = max(1, (options.values - DIGITS) // (PIXELS + 1 + DIGITS))
-        torch.manual_seed(1)
-        self.model = nn.Sequential(nn.Linear(PIXELS, width), nn.ReLU(), nn.Linear(width, DIGITS))
+        self.model = new_model(options.values)
         self.optimizer = torch.optim.SGD(self.model.parameters(), RATE)
         self._generator = torch.Generator().manual_seed(options.site)
 

@@ -67,6 +67,14 @@ class Worker:
         Raises:
             RuntimeError: The process ended, or did not answer in time.
         """
+        deadline = time.monotonic() + timeout_seconds
+        while not (line := self.line(deadline - time.monotonic())).startswith(b"{"):
+            pass
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def line(self, timeout_seconds: float) -> bytes:
+        """The next line that the process prints, without its end; raises as `hear`."""
         # The end of the process is watched too: what it forked holds the pipe open after it.
         assert self.process.stdout is not None
         deadline = time.monotonic() + timeout_seconds
@@ -76,10 +84,7 @@ class Worker:
                 line, newline, rest = self._buffer.partition(b"\n")
                 if newline:
                     self._buffer = rest
-                    if line.startswith(b"{"):
-                        answer: dict[str, Any] = json.loads(line)
-                        return answer
-                    continue
+                    return line
                 if selector.select(min(1.0, max(0.0, deadline - time.monotonic()))):
                     self._buffer += (chunk := os.read(self.process.stdout.fileno(), 65536))
                     if chunk:

@@ -6,9 +6,9 @@ It gives the bits of `p2ptrain.averaging.averager` where all members are reachab
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 import torch
 
@@ -16,14 +16,17 @@ from p2ptrain.averaging.allreduce.bandwidth import share_weights, split_shares
 from p2ptrain.averaging.commit.attempt import lists_parts, mean_codec
 from p2ptrain.averaging.grouping.cells import Cells, Key, delegate_order
 from p2ptrain.averaging.protocol.table import FULL_TRUST
-from p2ptrain.averaging.vector.chunks import chunk_values, cut
+from p2ptrain.averaging.vector.chunks import RangeCheck, chunk_values, cut
 from p2ptrain.averaging.vector.error_feedback import Encoded, feedback_scale
-from p2ptrain.averaging.vector.reduce import EncodedStream, ExactMean, OwnShare
-from p2ptrain.averaging.vector.rules import Claim
+from p2ptrain.averaging.vector.reduce import EncodedStream, OwnShare
+from p2ptrain.averaging.vector.rules import Claim, VotingRule, get_rule
 from p2ptrain.buffers import Buffer
-from p2ptrain.codecs import Codec, codec_at, dense_codec
+from p2ptrain.codecs import Codec, Decoder, codec_at, dense_codec
 from p2ptrain.manifest import AveragingSpec
 from p2ptrain.runtime import Runtime
+
+Exact = Iterable[tuple[int, int, torch.Tensor]]
+"""A share's mean before encoding; see `Encoded.own_mean_exact`."""
 
 
 @dataclass(frozen=True)
@@ -132,30 +135,28 @@ async def average_group(
     count, num_values = len(updates), len(updates[0].vector)
     cuts = split_shares(num_values, share_weights([1.0] * count), codec.block_size)
     bounds = (0, *(high for _, high in cuts))
-    parts: list[dict[int, Buffer]] = [{} for _ in updates]
-    shares = [_share(spec, codec, updates, owner, span, parts) for owner, span in enumerate(pairwise(bounds))]
+    members = [_Member(spec, codec, each.vector, span) for each, span in zip(updates, pairwise(bounds), strict=True)]
+    shares = [_share(spec, codec, members, owner) for owner in range(count)]
     agreed = frozenset.intersection(*(share.judge([FULL_TRUST] * count) for share in shares if len(share.own)))
     contributors = sorted(agreed)
     claims = [Claim(updates[index].tokens) for index in contributors]
-    decoder = mean_codec(spec, codec, num_values, count, len(contributors))
-    means, exact = [], list[ExactMean | None]()
     vector = torch.empty(num_values, dtype=torch.float32)
-    for share, (low, high) in zip(shares, pairwise(bounds), strict=True):
-        mean = EncodedStream(bytearray(decoder.encoded_bytes(high - low) if high > low else 0))
-        exact.append(await share.reduce(runtime, contributors, claims, mean) if high > low else None)
-        if high > low:
-            decoder.part(low, high).decode_into(mean.data, vector[low:high])
-        means.append(mean.data)
+    if codec.sparse or isinstance(get_rule(spec), VotingRule):
+        decoder = mean_codec(spec, codec, num_values, count, len(contributors))
+        means, exact = await _share_by_share(runtime, decoder, shares, bounds, contributors, claims, vector)
+    else:
+        means, exact = _at_once(codec, members, shares, bounds, contributors, claims, vector)
     encoded, sent = {}, {}
     for index, update in enumerate(updates):
-        others = sum(len(part) for owner, part in parts[index].items() if owner != index)
+        parts = members[index].parts
+        others = sum(len(part) for owner, part in parts.items() if owner != index)
         sent[update.peer] = others + (count - 1) * len(means[index])
         if index not in agreed:
             continue
         scale = (scales or {}).get(update.peer, 1.0)
         encoded[update.peer] = [
             Encoded(
-                vector=update.vector, bounds=bounds, sent_parts=parts[index], part_codec=codec, part_scale=scale,
+                vector=update.vector, bounds=bounds, sent_parts=parts, part_codec=codec, part_scale=scale,
                 own_index=index, own_mean_exact=exact[index], own_mean=means[index], mean_codec=dense_codec(codec),
                 mean_scale=scale * feedback_scale(spec, claims, contributors.index(index)),
             )
@@ -163,35 +164,99 @@ async def average_group(
     return RoundMean(vector, sum(claim.tokens for claim in claims), encoded, sent)
 
 
-def _share(
-    spec: AveragingSpec,
-    codec: Codec,
-    updates: Sequence[Update],
-    owner: int,
-    span: tuple[int, int],
-    parts: list[dict[int, Buffer]],
-) -> OwnShare:
-    """Return an owner's share with all members' parts, which are added to ``parts`` by member and owner."""
-    low, high = span
-    part, num_values = codec.part(low, high), len(updates[0].vector)
+class _Member:
+    """A member's update, encoded once for all other owners: up to its own share, and from its end on.
+
+    Attributes:
+        own: Bounds of its own share.
+        parts: By owner: the encoded part.
+    """
+
+    def __init__(self, spec: AveragingSpec, codec: Codec, vector: torch.Tensor, own: tuple[int, int]) -> None:
+        self.vector, self.own = vector, own
+        self.parts: dict[int, Buffer] = {}
+        self._runs: list[tuple[int, Codec, memoryview]] = []
+        for low, high in ((0, own[0]), (own[1], len(vector))):
+            part, values = codec.part(low, high), vector[low:high]
+            view = part.encoded_view(values)
+            data, check = memoryview(part.encode(values)) if view is None else view, RangeCheck(part, spec)
+            for first, last in cut(high - low, part.block_size):
+                check(data[part.encoded_bytes(first) : part.encoded_bytes(last)], first, last)
+            self._runs.append((low, part, data))
+
+    def part(self, low: int, high: int) -> memoryview:
+        """Return the encoded values of another owner's share, or of neighbouring ones."""
+        start, codec, data = self._runs[low >= self.own[1]]
+        return data[codec.encoded_bytes(low - start) : codec.encoded_bytes(high - start)]
+
+    def add_to(self, sums: torch.Tensor, low: int, high: int, weight: float) -> None:
+        """Add the `part`, times its weight, to the sums of the whole vector."""
+        start, codec, _ = self._runs[low >= self.own[1]]
+        codec.part(low - start, high - start).accumulate_into(self.part(low, high), weight, sums[low:high])
+
+
+def _share(spec: AveragingSpec, codec: Codec, members: Sequence[_Member], owner: int) -> OwnShare:
+    """Return an owner's share with all members' parts, which are added to the members, too."""
+    (low, high), own = members[owner].own, members[owner].vector
+    part = codec.part(low, high)
     share = OwnShare(
-        dense_codec(codec).part(low, high), spec, updates[owner].vector[low:high], owner, len(updates),
-        part if codec.sparse else None, lists_parts(spec, codec, num_values, len(updates)), chunk=chunk_values(codec),
+        dense_codec(codec).part(low, high), spec, own[low:high], owner, len(members), part if codec.sparse else None,
+        lists_parts(spec, codec, len(own), len(members)), chunk=chunk_values(codec),
     )  # fmt: skip
     if high == low:
         return share
     share.measure_own()
     if share.own_part is not None:
-        parts[owner][owner] = share.own_part
-    for index, update in enumerate(updates):
+        members[owner].parts[owner] = share.own_part
+    for index, member in enumerate(members):
         if index == owner:
             continue
-        values = update.vector[low:high]
-        encoded = part.encoded_view(values)
-        data: Buffer = part.encode(values) if encoded is None else encoded
-        check = share.new_check(part)
+        data, check = member.part(low, high), share.new_check(part)
         for first, last in cut(high - low, part.block_size):
-            check(memoryview(data)[part.encoded_bytes(first) : part.encoded_bytes(last)], first, last)
+            check.measure(data[part.encoded_bytes(first) : part.encoded_bytes(last)], first, last)
         share.add(index, data, check)
-        parts[index][owner] = data
+        member.parts[owner] = data
     return share
+
+
+async def _share_by_share(
+    runtime: Runtime, decoder: Decoder, shares: Sequence[OwnShare], bounds: Sequence[int],
+    contributors: Sequence[int], claims: Sequence[Claim], vector: torch.Tensor,
+) -> tuple[list[Buffer], list[Exact | None]]:  # fmt: skip
+    """Return each share's encoded and exact mean, as its owner computes them; decode the means into ``vector``."""
+    means, exact = list[Buffer](), list[Exact | None]()
+    for share, (low, high) in zip(shares, pairwise(bounds), strict=True):
+        part = decoder.part(low, high)
+        mean = EncodedStream(bytearray(part.encoded_bytes(high - low)))
+        exact.append(await share.reduce(runtime, contributors, claims, mean) if high > low else None)
+        part.decode_into(mean.data, vector[low:high])
+        means.append(mean.data)
+    return means, exact
+
+
+def _at_once(
+    codec: Codec, members: Sequence[_Member], shares: Sequence[OwnShare], bounds: Sequence[int],
+    contributors: Sequence[int], claims: Sequence[Claim], vector: torch.Tensor,
+) -> tuple[list[Buffer], list[Exact | None]]:  # fmt: skip
+    """Return `_share_by_share` of weighted sums: neighbouring shares with the same weight of a member are one addition.
+
+    As in `OwnShare.combine`, an owner's own part comes first.
+    """
+    sums = torch.zeros(len(vector), dtype=torch.float32)
+    weights = {owner: share.weights(contributors, claims) for owner, share in enumerate(shares) if len(share.own)}
+    for owner in weights.keys() & contributors:
+        low, high = members[owner].own
+        torch.mul(members[owner].vector[low:high], weights[owner][owner], out=sums[low:high])
+    for index in contributors:
+        others = [(each[index], owner > index, members[owner].own) for owner, each in weights.items() if owner != index]
+        for (weight, _), run in groupby(others, lambda other: other[:2]):
+            spans = [span for *_, span in run]
+            members[index].add_to(sums, spans[0][0], spans[-1][1], weight)
+    data = memoryview(codec.encode(sums))
+    codec.decode_into(data, vector)
+    means, exact = list[Buffer](), list[Exact | None]()
+    for low, high in pairwise(bounds):
+        means.append(data[codec.encoded_bytes(low) : codec.encoded_bytes(high)])
+        is_lossy = high > low and codec.part(low, high).lossy
+        exact.append([(0, high - low, sums[low:high])] if is_lossy else None)
+    return means, exact

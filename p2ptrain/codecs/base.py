@@ -6,6 +6,7 @@ that are based on them.
 
 from __future__ import annotations
 
+import ctypes
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
@@ -131,12 +132,12 @@ class Codec(Decoder):
         """Return the largest decoded magnitude, or a bound a few roundings above it."""
         import torch
 
-        peaks = [piece.abs().amax() for piece in self.__pieces(data, num_values)]
+        peaks = [piece.abs().amax() for piece in self._pieces(data, num_values)]
         return float(torch.stack(peaks).amax()) if peaks else 0.0
 
     def squared_norm(self, data: Buffer, num_values: int) -> float:
         """Return the sum of the squares of the decoded, finite values; see `sum_of_squares`."""
-        return math.fsum(sum_of_squares(piece) for piece in self.__pieces(data, num_values))
+        return math.fsum(sum_of_squares(piece) for piece in self._pieces(data, num_values))
 
     def squared_norms(self, data: Buffer, num_values: int, step: int) -> list[float]:
         """Return `squared_norm` of each ``step`` consecutive values; the last piece may be shorter.
@@ -145,16 +146,18 @@ class Codec(Decoder):
         """
         import torch
 
+        if 0 < num_values < step:
+            return [self.squared_norm(data, num_values)]
         scratch = torch.empty(min(num_values, CHUNK_VALUES), dtype=torch.float32)
         # No step crosses two decoded pieces.
-        return [energy for piece in self.__pieces(data, num_values) for energy in sums_of_squares(piece, step, scratch)]
+        return [energy for piece in self._pieces(data, num_values) for energy in sums_of_squares(piece, step, scratch)]
 
     def _array(self, data: Buffer, num_values: int) -> Bytes:
         """Return encoded values as ``uint8``, without a copy; raises `CodecError` for a wrong length."""
         return byte_array(data, self.encoded_bytes(num_values), self.name)
 
-    def __pieces(self, data: Buffer, num_values: int) -> Iterator[torch.Tensor]:
-        """Yield the decoded values in pieces that fit a core's cache; each piece overwrites the previous one."""
+    def _pieces(self, data: Buffer, num_values: int) -> Iterator[torch.Tensor]:
+        """Yield the decoded values, to be read only, in pieces that fit a core's cache; each may overwrite the last."""
         import torch
 
         self._array(data, num_values)
@@ -216,7 +219,7 @@ class NativeCodec(Codec):
 
     def squared_norms(self, data: Buffer, num_values: int, step: int) -> list[float]:
         add_squares = self.functions.get("energy")
-        if add_squares is None or step != ENERGY_VALUES:
+        if add_squares is None or step != ENERGY_VALUES or num_values < step:
             return super().squared_norms(data, num_values, step)
         array, whole = self._array(data, num_values), num_values // step
         columns = np.zeros((whole, HALVED_COLUMNS), np.float32)
@@ -262,8 +265,7 @@ def check_vector(vector: torch.Tensor) -> torch.Tensor:
 
 def check_weight(weight: float) -> float:
     """Return ``weight`` rounded to fp32, as in every implementation; raises `ValueError` if it is not finite."""
-    with np.errstate(over="ignore"):
-        rounded = float(np.float32(weight))
+    rounded = ctypes.c_float(weight).value
     if not math.isfinite(rounded):
         raise ValueError(f"a weight must be finite in fp32, not {weight}")
     return rounded
@@ -301,6 +303,8 @@ def sum_of_squares(vector: torch.Tensor, scratch: torch.Tensor | None = None) ->
         vector: fp32, shape ``[n]``, contiguous, CPU; not changed. A square beyond fp32 gives infinity.
         scratch: Buffer for the squares of a chunk: fp32, ``[min(n, CHUNK_VALUES)]`` or more.
     """
+    if len(vector) < SUM_COLUMNS:
+        return math.fsum((vector * vector).detach().numpy().tolist())
     values = vector.detach().numpy()
     room = np.empty(min(len(values), CHUNK_VALUES), np.float32) if scratch is None else scratch.numpy()
     total = 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import torch
@@ -35,10 +36,16 @@ def clip_gradients(parameters: list[Tensor], max_norm: float) -> float:
     is not finite, the gradients are useless afterwards.
     """
     values = gradient_values(parameters)
-    if not any(parameter.grad is not None and is_sparse(parameter.grad) for parameter in parameters):
+    if not values:
+        return 0.0
+    if max_norm < math.inf and not any(
+        parameter.grad is not None and is_sparse(parameter.grad) for parameter in parameters
+    ):
         return float(torch.nn.utils.clip_grad_norm_(parameters, max_norm))
     norms = [torch.linalg.vector_norm(value).to(values[0].device) for value in values]
     norm = torch.linalg.vector_norm(torch.stack(norms))
+    if max_norm == math.inf:
+        return float(norm)
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for value in values:
         value.mul_(scale.to(value.device))

@@ -9,6 +9,7 @@ from p2ptrain.averaging.allreduce.bandwidth import share_weights, split_shares
 from p2ptrain.averaging.arithmetic import Update, average_group, average_round, draw_groups
 from p2ptrain.averaging.protocol.certificate import Certificate
 from p2ptrain.codecs import get_codec
+from p2ptrain.codecs.mixed import by_size
 from p2ptrain.manifest import AveragingSpec
 from p2ptrain.runtime import Runtime
 from tests.support.coroutines import simulated
@@ -48,6 +49,18 @@ async def test_a_group_has_the_bits_of_a_real_one(swarm: list[Member], codec: st
         }
         own = each.attempt.means[encoded.own_index]
         assert bytes(encoded.own_mean) == bytes(own or b"")
+
+
+@pytest.mark.parametrize("rule", ["mean", "median"])
+@simulated(members, 0, seed=3)
+async def test_small_tensors_keep_their_own_codec(swarm: list[Member], rule: str) -> None:
+    codec, vectors = by_size(get_codec("int4"), get_codec("bf16"), [15_000, 200, 4_800], 1000), _vectors(5)
+    updates = [Update(*each) for each in zip("abcde", vectors, TOKENS, strict=True)]
+    found = await average_group(Runtime(random.Random(1)), AveragingSpec(aggregation=rule), codec, updates)
+    weights, stack = torch.tensor(TOKENS), torch.stack(vectors)
+    exact = stack.median(0).values if rule == "median" else (stack * weights[:, None]).sum(0) / weights.sum()
+    assert torch.dist(found.vector[15_000:15_200], exact[15_000:15_200]) < 0.01 * exact[15_000:15_200].norm()
+    assert torch.dist(found.vector, exact) > 0.02 * exact.norm()
 
 
 @simulated(members, 0, seed=3)

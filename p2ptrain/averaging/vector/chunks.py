@@ -186,6 +186,10 @@ class PartCheck(RangeCheck):
 
     def __call__(self, piece: memoryview, low: int, high: int) -> None:
         super().__call__(piece, low, high)
+        self.measure(piece, low, high)
+
+    def measure(self, piece: memoryview, low: int, high: int) -> None:
+        """Hash and measure the chunks of a piece that was checked before."""
         if not (self._measured or self._hashed):
             return
         codec = self.codec.part(low, high)

@@ -173,6 +173,7 @@ def permute(slot: int, size: int, keys: Sequence[int]) -> int:
             return slot
 
 
+@lru_cache(maxsize=1 << 12)  # A pass over few samples mixes few values, again and again.
 def _mix(value: int) -> int:
     """Mix 64 bits: the finalizer of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014)."""
     value = (value + 0x9E3779B97F4A7C15) & _MASK
@@ -181,7 +182,7 @@ def _mix(value: int) -> int:
     return value ^ (value >> 31)
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=256)
 def _pass_keys(seed: int, data_pass: int) -> tuple[int, ...]:
     return tuple(_keyed_hash("pass", seed, data_pass, number) for number in range(_FEISTEL_ROUNDS))
 

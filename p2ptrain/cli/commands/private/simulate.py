@@ -7,6 +7,7 @@ and outer optimizer are those of the swarm; its messages, votes and failures are
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -68,6 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
     )
     print(f"{'round':>5}  {'loss':>8}  {task.metric_name + ' (95 %)':>20}  {'sites, worst to best':>22}  "
           f"{'sent, most':>12}  {'link time':>10}")  # fmt: skip
+    gc.freeze()  # Garbage collections in a round do not visit what is loaded, such as torch.
     seconds, reports = 0.0, []
     try:
         for report in simulation.run(rounds):
