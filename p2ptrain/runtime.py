@@ -15,11 +15,17 @@ method         threads             for
 
 Real peers use `real_runtime`. The simulation (`p2ptrain.network.simulated`) supplies virtual time, a seeded generator
 and inline computation, so that a run replays exactly from its seed.
+
+`be_nice` leaves processor time to other programs. Linux first shares the cores among sessions, and then by niceness
+within each (sched(7), "The autogroup feature"). So a peer's niceness alone counts for nothing beside programs of other
+terminals: its session needs it, too.
 """
 
 from __future__ import annotations
 
 import asyncio
+import atexit
+import contextlib
 import logging
 import os
 import random
@@ -44,6 +50,10 @@ CLOSE_SECONDS = 3.0
 """Timeout of `Runtime.close`; a pass on a stuck device does not end."""
 TRAINING_NICENESS = 10
 """Added to the niceness of training where a peer serves, too."""
+
+SESSION_ATTEMPTS = 5
+SESSION_PAUSE_SECONDS = 0.1
+"""The kernel accepts one change of a session's niceness in this time."""
 
 left_behind: list[str] = []
 """Threads that outlived `Runtime.close`; the process must then exit without the interpreter's clean-up."""
@@ -128,3 +138,47 @@ def real_runtime(name: str = "cpu", scratch: Path | None = None) -> Runtime:
 
 def _nothing() -> None:
     """Run on an executor to detect that its earlier work is done."""
+
+
+def be_nice(niceness: int) -> None:
+    """Add to the niceness of this thread, and of all threads and processes that it starts, and to its session's.
+
+    A session that began before this process, such as a terminal's, has its own back at exit.
+    """
+    if not niceness:
+        return
+    os.nice(niceness)
+    before = _session_niceness(os.getpid())
+    share_niceness(os.getpid())
+    if before is not None and os.getsid(0) != os.getpid():
+        atexit.register(_set_session_niceness, os.getpid(), before)
+
+
+def share_niceness(process: int) -> None:
+    """Give this process's niceness to the session of another one, if it has less; may sleep."""
+    before, own = _session_niceness(process), os.nice(0)
+    if before is not None and before < own:
+        _set_session_niceness(process, own)
+
+
+def _session_file(process: int) -> Path:
+    return Path(f"/proc/{process}/autogroup")
+
+
+def _session_niceness(process: int) -> int | None:
+    """Return the niceness of a process's session; None where sessions have none."""
+    with contextlib.suppress(OSError, ValueError):
+        return int(_session_file(process).read_text().rpartition(" ")[2])
+    return None
+
+
+def _set_session_niceness(process: int, niceness: int) -> None:
+    for _ in range(SESSION_ATTEMPTS):
+        try:
+            _session_file(process).write_text(str(niceness))
+        except BlockingIOError:
+            time.sleep(SESSION_PAUSE_SECONDS)
+        except OSError:
+            return  # The process ended, or may not.
+        else:
+            return

@@ -11,13 +11,12 @@ from p2ptrain.errors import ConfigError, TemporaryError
 from p2ptrain.manifest import SIGNED_FILE, SignedManifest
 from p2ptrain.network.identity import IDENTITY_FILE, Identity
 from p2ptrain.network.link import SwarmLink
-from p2ptrain.niceness import be_nice
 from p2ptrain.node.guest.visit import visiting
 from p2ptrain.node.options import peer_options
 from p2ptrain.node.peer import Peer
 from p2ptrain.node.process import StopSignals, notify
 from p2ptrain.node.roles import take_role
-from p2ptrain.runtime import real_runtime
+from p2ptrain.runtime import be_nice, real_runtime
 
 
 async def run_peer(

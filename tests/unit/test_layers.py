@@ -27,8 +27,8 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"native"}),
     frozenset(
         {
-            "buffers", "disk", "errors", "extensions", "config", "manifest", "hashing", "niceness", "progress",
-            "runtime", "signing", "tasks", "_version",
+            "buffers", "disk", "errors", "extensions", "config", "manifest", "hashing", "progress", "runtime",
+            "signing", "tasks", "_version",
         }
     ),
 )  # fmt: skip

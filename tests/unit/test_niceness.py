@@ -10,7 +10,7 @@ import pytest
 SECONDS = 3
 BUSY = f"""
 import os, sys, time
-from p2ptrain.niceness import be_nice
+from p2ptrain.runtime import be_nice
 os.sched_setaffinity(0, {{int(sys.argv[1])}})
 be_nice(int(sys.argv[2]))
 sys.stdin.readline()  # All are imported.
@@ -22,7 +22,7 @@ print(time.process_time())
 IN_A_SESSION = """
 import os, subprocess, sys
 before = open("/proc/self/autogroup").read()
-subprocess.run([sys.executable, "-c", "from p2ptrain.niceness import be_nice; be_nice(7)\\n"
+subprocess.run([sys.executable, "-c", "from p2ptrain.runtime import be_nice; be_nice(7)\\n"
                 "print(open('/proc/self/autogroup').read())"], check=True)
 assert open("/proc/self/autogroup").read() == before, "the session is not as it was"
 """

@@ -29,7 +29,7 @@ from pathlib import Path
 
 from p2ptrain.errors import ResourceError
 from p2ptrain.network.libp2p.settings import Libp2pSettings
-from p2ptrain.niceness import share_niceness
+from p2ptrain.runtime import share_niceness
 from p2ptrain.tasks import Tasks
 
 logger = logging.getLogger(__name__)
