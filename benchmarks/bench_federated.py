@@ -106,9 +106,12 @@ def _listens(port: int) -> bool:
 def rounds_of(sites: Sites, options: Options) -> tuple[Measured, float]:
     """Return the seconds of all rounds after `WARM_UP`, and the accuracy after the last."""
     told = [sites.next_round(START_SECONDS)]
-    told += [sites.next_round() for _ in range(options.rounds - 1)]
-    at = [each["at"] for each in told][WARM_UP:]
-    return Measured(tuple(after - before for before, after in itertools.pairwise(at))), told[-1]["accuracy"]
+    while told[-1]["round"] < options.rounds:
+        told.append(sites.next_round())
+    after_warm_up = itertools.pairwise(told[WARM_UP:])
+    # A site that was late takes on two rounds at once.
+    seconds = [(b["at"] - a["at"]) / (b["round"] - a["round"]) for a, b in after_warm_up]
+    return Measured(tuple(seconds)), told[-1]["accuracy"]
 
 
 def measure(contender: str, options: Options, flower: str, log: str | None) -> Outcome:
