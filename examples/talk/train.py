@@ -259,6 +259,8 @@ def main() -> None:
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         beside = pool.apply_async(run_alone, (weights, lessons, arguments.seed))
         swarm, alone = run_swarm(weights, lessons), beside.get()
+        pool.close()
+        pool.join()  # One that is terminated leaves a lock of transformers behind, and Python warns of it.
     told = zip(lessons.questions, swarm["before"], swarm["after"], strict=True)
     for each, before, after in told:
         print(f"{each.question}\n  before: {before}\n  after:  {after}\n  right:  {each.answer}")
