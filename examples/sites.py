@@ -91,7 +91,7 @@ def command_line(doc: str) -> argparse.ArgumentParser:
 
 
 def end_by(deadline_seconds: int) -> None:
-    """Let SIGTERM, and the deadline, raise `SystemExit` in this process; its peers end with it."""
+    """Make SIGTERM and the deadline end this process by `SystemExit`, so that it ends its peers."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     signal.signal(signal.SIGALRM, lambda *_: sys.exit(f"not done within {deadline_seconds} seconds"))
     signal.alarm(deadline_seconds)

@@ -148,17 +148,18 @@ def be_nice(niceness: int) -> None:
     if not niceness:
         return
     os.nice(niceness)
-    before = _session_niceness(os.getpid())
-    share_niceness(os.getpid())
+    before = share_niceness(os.getpid())
     if before is not None and os.getsid(0) != os.getpid():
         atexit.register(_set_session_niceness, os.getpid(), before)
 
 
-def share_niceness(process: int) -> None:
-    """Give this process's niceness to the session of another one, if it has less; may sleep."""
+def share_niceness(process: int) -> int | None:
+    """Give this process's niceness to the session of a process if that has less, which is returned; may sleep."""
     before, own = _session_niceness(process), os.nice(0)
-    if before is not None and before < own:
-        _set_session_niceness(process, own)
+    if before is None or before >= own:
+        return None
+    _set_session_niceness(process, own)
+    return before
 
 
 def _session_file(process: int) -> Path:
@@ -178,7 +179,9 @@ def _set_session_niceness(process: int, niceness: int) -> None:
             _session_file(process).write_text(str(niceness))
         except BlockingIOError:
             time.sleep(SESSION_PAUSE_SECONDS)
-        except OSError:
-            return  # The process ended, or may not.
+        except OSError as error:
+            logger.warning("the session of process %d does not get the niceness %d: %s", process, niceness, error)
+            return
         else:
             return
+    logger.warning("the session of process %d does not get the niceness %d: the kernel is busy", process, niceness)

@@ -17,7 +17,6 @@ between members that cannot reach each other.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, TypeVar
@@ -80,7 +79,8 @@ class Unmasking(Verifier):
         """As a member, after an owner's masked sum: hand in signature and shares, and receive the others'."""
         session, channel, own = self._session, stream.channel, self._masking.own
         boxes = (await stream.hear(messages.ForwardedShares)).boxes[: self._masking.count]
-        await session.context.runtime.offload(self._add_forwarded, boxes)
+        for dealer, box in (await session.context.runtime.offload(self._that_open, boxes)).items():
+            self._boxes.setdefault(dealer, box)
         self._forwarded.add(stream.member)
         session.changed()
         await stream.until(self._has_agreed.is_set)
@@ -91,15 +91,22 @@ class Unmasking(Verifier):
         self._add_revealed(dict((await stream.hear(messages.AllRevealed, max_bytes=MAX_SHARES_BYTES)).revealed))
         return True
 
-    def _add_forwarded(self, boxes: tuple[bytes, ...]) -> None:
-        """Keep the boxes of members that sent none. Only their dealers can make boxes that open."""
+    def _that_open(self, boxes: tuple[bytes, ...]) -> dict[int, bytes]:
+        """Return the forwarded boxes that open, by dealer: only the dealer can make them. Runs in a pool thread.
+
+        Who falsified another one, its forwarder or its dealer, is unknown; a further owner may have the right one.
+        """
+        found = {}
         for dealer, box in enumerate(boxes):
-            if box and dealer not in self._boxes:
-                with contextlib.suppress(
-                    MaskError
-                ):  # False by the forwarder, or by the dealer: another owner may tell.
-                    self._masking.open_box(dealer, box)
-                    self._boxes[dealer] = box
+            if not box:
+                continue
+            try:
+                self._masking.open_box(dealer, box)
+            except MaskError as error:
+                logger.debug("a forwarded box is not kept: %s", error)
+            else:
+                found[dealer] = box
+        return found
 
     async def mean_sent(self, channel: Channel) -> bool:
         """As an owner, after the own masked sum: forward what other members sent, as soon as it suffices."""

@@ -28,7 +28,7 @@ SECONDS = 5.0
 
 
 class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """``leave`` drains at once, ``finish`` after the round in progress; ``look`` writes the totals."""
+    """``leave`` drains at once, ``finish`` after its round; ``look`` writes the totals."""
 
     do: Literal["look", "pause", "resume", "leave", "finish"]
 

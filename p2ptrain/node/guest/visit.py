@@ -57,7 +57,7 @@ async def visiting(peer: Peer, config: PeerConfig, signals: StopSignals) -> Asyn
             wishes.set("owner", OWNER if request.do == "pause" else "")
             peer.presence.changed()
         if request.do == "finish" and wishes.finish():
-            return told("after a round that has its work")
+            return told("after its round")
         if request.do in ("leave", "finish"):
             signals.stop("its owner")
             return told("now")

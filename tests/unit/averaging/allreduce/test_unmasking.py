@@ -62,6 +62,12 @@ class Heard:
         member.session.share.add = listening  # type: ignore[method-assign, assignment]
 
 
+def separate(network: SimulatedNetwork, *apart: Member) -> None:
+    """Let these members reach all but each other."""
+    hidden, connected = {each.peer.name for each in apart}, network.connected
+    network.connected = lambda first, second: not {first.name, second.name} <= hidden and connected(first, second)  # type: ignore[method-assign]
+
+
 def leave_out(owner: RosterMember, late: Collection[int]) -> None:
     """Have an owner leave out parts, as if they had come too late to it."""
     share = owner.session.share
@@ -117,9 +123,7 @@ async def test_an_update_that_is_not_finite_is_this_site_s_own_fault(swarm: list
 @simulated(members, 6, seed=4)
 async def test_members_that_cannot_reach_each_other_take_part(swarm: list[Member], network: SimulatedNetwork) -> None:
     """Owners forward their key shares, signatures and shares of masks."""
-    hidden = {swarm[1].peer.name, swarm[4].peer.name}
-    connected = network.connected
-    network.connected = lambda first, second: not {first.name, second.name} <= hidden and connected(first, second)  # type: ignore[method-assign]
+    separate(network, swarm[1], swarm[4])
     vectors, tokens = make_vectors(6, 200), [10] * 6
     roster = make_masked_roster(swarm, vectors, tokens, unreachable=[1, 4])
     for result in await run_all(roster):
@@ -291,9 +295,7 @@ async def test_false_key_shares_are_noticed_before_anything_is_revealed(
 async def test_false_key_shares_that_an_owner_forwards_are_not_blamed_on_their_dealer(
     swarm: list[Member], network: SimulatedNetwork, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hidden = {swarm[1].peer.name, swarm[4].peer.name}
-    connected = network.connected
-    network.connected = lambda first, second: not {first.name, second.name} <= hidden and connected(first, second)  # type: ignore[method-assign]
+    separate(network, swarm[1], swarm[4])
     real, honest = Channel.send, swarm[5].rpc.peer_id
     vectors, tokens, forwarded = make_vectors(6, 200), [10] * 6, list[bytes]()
     roster = make_masked_roster(swarm, vectors, tokens, unreachable=[1, 4])
