@@ -50,4 +50,4 @@ def test_a_session_that_was_there_before_is_nice_until_the_end_alone() -> None:
     process = start(IN_A_SESSION)
     told = process.communicate(timeout=60)[0]
     assert process.returncode == 0
-    assert told.strip().endswith("nice 7")
+    assert told.strip().endswith(f"nice {min(os.nice(0) + 7, 19)}")  # `make test-unit` is nice itself.
