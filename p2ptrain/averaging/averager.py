@@ -25,7 +25,7 @@ from p2ptrain.averaging.protocol.certificate import MAX_PRESENT, Body, Head, Tic
 from p2ptrain.averaging.timing.deadlines import KeepaliveStatus, first_result
 from p2ptrain.averaging.timing.goal import NO_GOAL, Goal
 from p2ptrain.averaging.vector.error_feedback import Encoded, feedback_scale
-from p2ptrain.errors import IntegrityError, TemporaryError
+from p2ptrain.errors import IntegrityError, NotAdmittedError, TemporaryError
 
 if TYPE_CHECKING:
     import torch
@@ -34,6 +34,10 @@ logger = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 3
 SPENT = "has work in a sum that its group knows, and that came too late for the round"
+BANNED = (
+    "this swarm has banned this peer's key: its members have evidence that it signed two results of one round, or a"
+    " false mean, as a peer can whose file of votes was deleted or restored; join under a new key"
+)
 MAX_DELEGATES = 3  # delegates of a group; each takes over after those before failed or fell quiet
 PhaseListener = Callable[[str, int], None]
 """Called on the event loop with each new phase and the round in progress."""
@@ -147,8 +151,11 @@ class Averager:
             AttemptFailedError: Every attempt failed, or no delegate brought the group's result to the end of the round.
             UnencodableError: ``vector`` does not fit the codec.
             SpentError: The group may have learned a sum with ``vector``, which no round has.
+            NotAdmittedError: The lineage's members have banned this peer.
         """
         loop, head = asyncio.get_running_loop(), self.head
+        if self._context.rpc.peer_id in head.table.banned:
+            raise NotAdmittedError(BANNED)
         ticket = self._ticket(head, tokens, samples, bandwidth)
         effort, above = _Effort(), list[GroupResult]()
         own_group: GroupResult | None = None
@@ -221,6 +228,7 @@ class Averager:
             view=max(position.attempts, context.ballots.next_view(ticket.lineage, ticket.round)),
             stalled=position.is_stalled(self._spec),
             leaves=is_lowest and position.leaves,
+            accuses=position.head.table.accused_by(self.evidence.convicted) if is_lowest else (),
             reachable=context.owner.is_reachable,
             rates=self._runner.planner.rates.encoded(),
             nonce=self._runner.planner.nonce(ticket.level),

@@ -17,7 +17,7 @@ from p2ptrain.status.views import Alert, Headline, Health, PeerView, RoundView, 
 SEVERITIES = ("critical", "warning", "info")
 MAX_NAMED_STAGES = 4
 DOUBTING_PART = 3
-"""A peer is reported if more than one in so many of the other trainers doubt its work."""
+"""A peer is reported if more than one in so many of the other trainers doubt its work, or tell of its ban."""
 MAX_SKEW_SECONDS = 5.0
 RISING_RATIO = 1.05
 """Ratio of the last window's median loss to the median before, above which the loss rises."""
@@ -132,6 +132,17 @@ def _worth(scene: Scene) -> Iterator[Alert]:
             yield Alert("worth", "warning", peer.record.peer, text)
 
 
+def _banned(scene: Scene) -> Iterator[Alert]:
+    names = {peer.record.peer: peer.name for peer in scene.peers}
+    for peer, by in Counter(each for told in scene.trainers for each in set(told.record.banned)).most_common():
+        if by * DOUBTING_PART > len(scene.trainers):
+            text = (
+                f"the members have banned {names.get(peer, peer[-8:])}: they have evidence that it signed two results"
+                " of one round, or a false mean; ask who runs it, and give no pass to its other keys"
+            )
+            yield Alert("ban", "warning", peer, text)
+
+
 def _stall(scene: Scene) -> Iterator[Alert]:
     if not any(peer.record.state == "training" for peer in scene.trainers):
         return
@@ -209,7 +220,8 @@ def _versions(scene: Scene) -> Iterator[Alert]:
 
 
 RULES: tuple[Callable[[Scene], Iterator[Alert]], ...] = (
-    _directory, _stages, _fork, _jump, _stall, _rounds, _digests, _loss, _worth, _bootstraps, _clocks, _versions,
+    _directory, _stages, _fork, _jump, _stall, _rounds, _digests, _loss, _worth, _banned, _bootstraps, _clocks,
+    _versions,
 )  # fmt: skip
 
 

@@ -46,7 +46,7 @@ TOLD = (report(6, contributed=False, reason="late"), aborted(7, "no quorum"), re
 RECORD = trainer(
     "a", note="a note", diverged=True, last_rounds=TOLD, addresses=("/ip4/198.51.100.1/tcp/1",),
     clock_skew_seconds=60.0, stages=host("a", 0).stages, credential=b"a pass", revocations=b"a list",
-    doubts=("b",), evaluation=Evaluation("loss", 6, 2.5, 0.1, 64),
+    doubts=("b",), banned=("b",), evaluation=Evaluation("loss", 6, 2.5, 0.1, 64),
     privacy=PrivacyLoss(1.5, 8.0, 1e-5),
 )  # fmt: skip
 HOSTED = HostedView(RECORD.stages[0], (0, 4), False)

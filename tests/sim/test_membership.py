@@ -24,6 +24,7 @@ from p2ptrain.averaging.protocol.certificate import (
 )
 from p2ptrain.averaging.protocol.table import ESTABLISHED, MAX_COUNT
 from p2ptrain.averaging.verification.opening import TWO_VOTES, verify_evidence
+from p2ptrain.errors import NotAdmittedError
 from p2ptrain.network.admission import OpenGate
 from p2ptrain.network.rpc.channel import Channel
 from p2ptrain.network.simulated import SimulatedNetwork
@@ -279,6 +280,35 @@ async def test_a_voter_that_votes_for_two_results_of_one_view_is_convicted_by_ev
         found = verify_evidence(convicted[accused], each.swarm, each.sync.averager.round_log.rules_of, each.peer.signer)
         assert found == (accused, TWO_VOTES)
         assert accused in each.membership.avoided()
+
+
+@pytest.mark.fault(36)
+@pytest.mark.parametrize("seed", range(3))
+@simulated()
+async def test_who_is_banned_is_known_without_evidence_and_told_so(network: SimulatedNetwork, seed: int) -> None:
+    """A member that restarts from its checkpoint, and a newcomer, know by the lineage alone."""
+    club, (*honest, evil) = await established(network, "abcd")
+    await show_two_rosters(evil, honest[:1], honest[1:])
+    evil.sync.participate(False)
+    for _ in range(4):
+        await club.average(*honest)
+        for each in honest:
+            await announce(each, *honest)
+    accused = evil.peer.peer_id
+    for each in honest:
+        assert each.sync.head.table.banned == {accused}
+        assert accused not in each.sync.head.table.electorate
+    network.crash(honest[0].peer)
+    honest[0] = await club.restart(honest[0], save(honest[0]))
+    new = await club.start("new")
+    for each in (honest[0], new):
+        assert not each.sync.averager.evidence.convicted
+        assert each.membership.is_convicted(accused)
+    await club.average(*honest, new, rounds=2)
+    assert await evil.sync.catch_up.follow(honest[1].peer.peer_id, evil.work)
+    evil._step()
+    with pytest.raises(NotAdmittedError, match="banned this peer's key"):
+        await evil.synchronize()
 
 
 @pytest.mark.fault(36)

@@ -82,7 +82,7 @@ class Matchmaker:
         self._last_leader: tuple[Key, str] | None = None
         self.leaders = Leaders(self.position, context.membership)
         self._on_misled = on_misled
-        context.seen_votes.follow(head)
+        self._begin_round()
         self._coordinator = Coordinator(context, self.leaders, goal, on_misled)
         self.backoff = Backoff(RETRY_SECONDS, LONGEST_RETRY_SECONDS)
         self._is_behind: Callable[[], bool] = lambda: False
@@ -114,7 +114,7 @@ class Matchmaker:
     def set_head(self, head: Head) -> None:
         """Continue from another head, and expect the members of its last round even without records."""
         self.position.head = head
-        self._context.seen_votes.follow(head)
+        self._begin_round()
         self.position.running = None
         self.position.attempts, self.position.standstill, self.position.left = 0, 0.0, frozenset()
         self.backoff.reset()
@@ -123,6 +123,12 @@ class Matchmaker:
         for peer in self._in_cell(self.position.key, head.members):
             if peer != self._context.rpc.peer_id and self._membership.is_unannounced(peer):
                 self.leaders.probed_by(self.position.key, peer)
+
+    def _begin_round(self) -> None:
+        head = self.position.head
+        self._context.seen_votes.follow(head)
+        for peer in head.table.banned:
+            self._membership.convict(peer)
 
     def _in_cell(self, key: Key, peers: Iterable[str]) -> list[str]:
         return [peer for peer in peers if self.cells.includes(key, peer)]

@@ -20,6 +20,7 @@ from typing import Annotated, ClassVar, Self
 from msgspec import Meta
 
 from p2ptrain.averaging.protocol.table import (
+    MAX_ACCUSED,
     MAX_COUNT,
     MAX_ELECTORATE,
     MAX_ROWS,
@@ -171,6 +172,7 @@ class Ticket(Signed):
         view: Attempts at this round that the peer or its delegate was in; at least one more than its last vote's view.
         stalled: True if no full round was possible for so long that it agrees to a reduced one.
         leaves: True if it leaves the swarm after this round.
+        accuses: Rows of the lineage's member table against which it has evidence; empty above level 0.
         census: Above level 0: that of the result that it brings; None on level 0.
         credentials: They admit `brings` with the others, in that order; those that are missing are empty.
     """
@@ -195,6 +197,7 @@ class Ticket(Signed):
     view: Count = 0
     stalled: bool = False
     leaves: bool = False
+    accuses: Annotated[tuple[Count, ...], Meta(max_length=MAX_ACCUSED)] = ()
     census: Census | None = None
     credentials: Annotated[tuple[CredentialBytes, ...], Meta(max_length=MAX_ROWS)] = ()
 

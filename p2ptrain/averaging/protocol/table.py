@@ -11,6 +11,7 @@ This is reconfiguration as in viewstamped replication (Liskov and Cowling, MIT-C
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -41,6 +42,7 @@ FULL_TRUST = 8
 LEAST_GUESTS = 2
 NEW_VOTERS_PART, NEW_MEMBERS_PART, MAX_NEW_MEMBERS = 16, 16, 64
 """Among strangers, one in so many of the voters may be new in an epoch, and of the members in a round."""
+MAX_ACCUSED, LEAST_ACCUSERS = 64, 2
 Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
 Name = Annotated[str, Meta(max_length=128)]  # a peer's id, or a codec's name
 Bits = Annotated[bytes, Meta(max_length=MAX_ROWS // 8)]
@@ -58,6 +60,7 @@ class Row(NamedTuple):
         returned: True if it elects, and was on a roster since that certificate.
         is_witness: True for a founder that never contributed: it votes on bodies without the result, and never sleeps
             while the lineage is full.
+        is_banned: True once enough voters had evidence against it; it sleeps from then on, and never votes or joins.
     """
 
     peer: Name
@@ -69,15 +72,21 @@ class Row(NamedTuple):
     elects: bool = False
     returned: bool = False
     is_witness: bool = False
+    is_banned: bool = False
 
 
 class Census(NamedTuple):
-    """A round's news of members: bits by row of the table before it, and the peers on rosters without a row."""
+    """A round's news of members: bits by row of the table before it, and the peers on rosters without a row.
+
+    Attributes:
+        accused: (row, members of the electorate on the rosters that have evidence against it), in order.
+    """
 
     roster: Bits = b""
     contributed: Bits = b""
     leaving: Bits = b""
     joining: Annotated[tuple[Name, ...], Meta(max_length=MAX_ROWS)] = ()
+    accused: Annotated[tuple[tuple[Count, Count], ...], Meta(max_length=MAX_ACCUSED)] = ()
 
     def merged(self, other: Census) -> Census:
         """Return the census of two disjoint groups together."""
@@ -86,12 +95,19 @@ class Census(NamedTuple):
             _either(self.contributed, other.contributed),
             _either(self.leaving, other.leaving),
             tuple(sorted({*self.joining, *other.joining})),
+            _most_accused(Counter(dict(self.accused)) + Counter(dict(other.accused))),
         )
 
 
 def _either(one: bytes, other: bytes) -> bytes:
     size = max(len(one), len(other))
     return (int.from_bytes(one, "little") | int.from_bytes(other, "little")).to_bytes(size, "little")
+
+
+def _most_accused(accusers: Counter[int]) -> tuple[tuple[int, int], ...]:
+    """Return the rows that most voters accuse: liars that accuse many others hide none of which more voters know."""
+    ordered = sorted(accusers.items(), key=lambda each: (-each[1], each[0]))
+    return tuple(sorted(ordered[:MAX_ACCUSED]))
 
 
 @dataclass(frozen=True)
@@ -135,6 +151,15 @@ class Table:
     @property
     def quorum(self) -> int:
         return quorum_of(len(self.electorate))
+
+    @cached_property
+    def banned(self) -> frozenset[str]:
+        return frozenset(row.peer for row in self.rows if row.is_banned)
+
+    @property
+    def least_accusers(self) -> int:
+        """Members of the electorate that ban a peer together: more than a third, so that one of them is honest."""
+        return max(LEAST_ACCUSERS, len(self.electorate) // 3 + 1)
 
     @cached_property
     def awake(self) -> frozenset[str]:
@@ -216,14 +241,21 @@ class Table:
 
     # --- a round ----------------------------------------------------------------------------------------------------
 
+    def accused_by(self, peers: Iterable[str]) -> tuple[int, ...]:
+        """Return the rows of the members among ``peers`` that are not banned yet; bounded."""
+        rows = sorted(self._index[peer] for peer in peers if peer in self._index)
+        return tuple(row for row in rows if not self.rows[row].is_banned)[:MAX_ACCUSED]
+
     def census(self, tickets: Iterable[Ticket], contributing: Collection[str]) -> Census:
         """Return what these tickets tell; above level 0, what their groups' results tell."""
-        census, joining = Census(), list[str]()
+        census, joining, accusers = Census(), list[str](), Counter[int]()
         roster, contributed, leaving = (bytearray(-(-len(self.rows) // 8)) for _ in range(3))
         for ticket in tickets:
             if ticket.census is not None:
                 census = census.merged(ticket.census) if ticket.peer in contributing else census
                 continue
+            if ticket.peer in self.electorate:
+                accusers.update({row for row in ticket.accuses if row < len(self.rows)})
             index = self._index.get(ticket.peer)
             if index is None:
                 joining += [ticket.peer] if not ticket.leaves else []
@@ -234,7 +266,8 @@ class Table:
                 (leaving, ticket.leaves),
             ):
                 bits[index // 8] |= holds << index % 8
-        own = Census(bytes(roster), bytes(contributed), bytes(leaving), tuple(sorted(joining)))
+        accused = _most_accused(accusers)
+        own = Census(bytes(roster), bytes(contributed), bytes(leaving), tuple(sorted(joining)), accused)
         return own.merged(census)
 
     def leaving(self, census: Census) -> set[str]:
@@ -244,10 +277,15 @@ class Table:
     def after(self, body: Body) -> Table:
         """Return the table after a round's result; the caller checks the result."""
         census, round_, founds = body.census, body.round, not self.electorate
-        rows = []
+        rows, banned = list[Row](), self._banned_by(body)
         for index, row in enumerate(self.rows):
             here, counted, leaves = (_has(bits, index) for bits in census[:3])
-            if leaves or self._is_forgotten(row, round_):
+            if self._is_forgotten(row, round_):
+                continue
+            if row.is_banned or index in banned:
+                rows.append(row._replace(votes=False, sleeps=True, is_witness=False, is_banned=True))
+                continue
+            if leaves:
                 continue
             row = row._replace(
                 counted=row.counted + counted,
@@ -277,10 +315,15 @@ class Table:
         rows = [row._replace(elects=row.votes and not row.sleeps, returned=False) for row in rows]
         return Table(tuple(rows), self.is_open, round_ + 1, draw=draw)
 
+    def _banned_by(self, body: Body) -> set[int]:
+        """Return the rows that a result bans: reduced ones none, because a few members alone may make them."""
+        accused = () if body.is_reduced else body.census.accused
+        return {row for row, accusers in accused if accusers >= self.least_accusers}
+
     def _is_forgotten(self, row: Row, round_: int) -> bool:
         if round_ % EPOCH_ROUNDS or row.is_witness or row.elects:
             return False
-        return round_ - row.last >= (FORGET_ROUNDS if row.votes else EPOCH_ROUNDS)
+        return round_ - row.last >= (FORGET_ROUNDS if row.votes or row.is_banned else EPOCH_ROUNDS)
 
     # --- certificates -----------------------------------------------------------------------------------------------
 
@@ -326,7 +369,11 @@ class Table:
         members, contributing = set(body.members), set(body.contributing)
         known, new = members & self._index.keys(), members - self._index.keys()
         return (
-            told[0] == known and told[1] == known & contributing and told[2] <= known and new >= {*body.census.joining}
+            told[0] == known
+            and told[1] == known & contributing
+            and told[2] <= known
+            and new >= {*body.census.joining}
+            and known.isdisjoint(self.banned)
         )  # A newcomer that leaves at once does not join.
 
     def leaves_out_most(self, census: Census) -> bool:

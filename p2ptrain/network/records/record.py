@@ -251,6 +251,7 @@ class PeerRecord:
         credential: Admits the peer; see `p2ptrain.network.admission`.
         revocations: The organizer's newest list, in a seed's record.
         doubts: Peers whose work this peer's audits should have proved, and did not; see `p2ptrain.training.worth`.
+        banned: Peers that its lineage's members have banned, by their evidence.
         evaluation: Its last measurement on its own held-out data, in a private swarm.
         privacy: Its loss of privacy so far; None without differential privacy.
     """
@@ -290,6 +291,7 @@ class PeerRecord:
     credential: CredentialBytes = b""
     revocations: RevocationBytes = b""
     doubts: Doubts = ()
+    banned: Doubts = ()
     evaluation: Evaluation | None = None
     privacy: PrivacyLoss | None = None
 
@@ -332,6 +334,7 @@ class PeerRecord:
             ),
             stages=self.stages[:MAX_STAGES],
             doubts=self.doubts[:MAX_DOUBTS],
+            banned=self.banned[:MAX_DOUBTS],
         )
         values: dict[str, Any] = to_wire(within)
         del values["peer"]

@@ -62,6 +62,7 @@ async def build_trainer(peer: Peer, config: PeerConfig, bridge: Bridge) -> Train
             record, loss=progress.loss if site is None or site.privacy is None else None, privacy=optimizer.privacy,
             tokens_per_second=progress.tokens_per_second,
             round_tokens=optimizer.work.tokens, doubts=tuple(trainer.audits.doubtful), evaluation=optimizer.evaluation,
+            banned=tuple(sorted(synchronizer.head.table.banned)),
         )
     )  # fmt: skip
     return trainer

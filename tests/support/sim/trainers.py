@@ -98,12 +98,14 @@ class Ledger:
             raise InvariantError(f"{trainer.peer.name} counts other tokens than others at round {head.round}")
 
     def check_convictions(self, trainers: Iterable["SimulatedTrainer"]) -> None:
-        """Nobody has evidence against an honest trainer."""
+        """Nobody has evidence against an honest trainer, and no lineage bans one."""
         trainers = list(trainers)
         honest = {each.peer.peer_id for each in trainers} - {each.peer.peer_id for each in trainers if each.is_hostile}
         for each in trainers:
             if convicted := honest & each.sync.averager.evidence.convicted.keys():
                 raise InvariantError(f"{each.peer.name} has evidence against honest trainers: {sorted(convicted)}")
+            if banned := honest & each.sync.head.table.banned:
+                raise InvariantError(f"{each.peer.name}'s lineage bans honest trainers: {sorted(banned)}")
 
     @property
     def forked_rounds(self) -> list[int]:

@@ -1,7 +1,7 @@
 """The member table: one at all holders, who votes, who sleeps, and which signatures make a certificate."""
 
 import hashlib
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
 from random import Random
@@ -17,6 +17,7 @@ from p2ptrain.averaging.protocol.table import (
     ESTABLISHED,
     ESTABLISHED_AMONG_STRANGERS,
     FORGET_ROUNDS,
+    MAX_ACCUSED,
     MAX_COUNT,
     MAX_ELECTORATE,
     NO_MEMBERS,
@@ -33,10 +34,12 @@ from p2ptrain.network.schema import from_bytes, to_bytes
 SWARM = b"s" * 32
 
 
-def make_ticket(peer: str, *, leaves: bool = False, stalled: bool = False, view: int = 0) -> Ticket:
+def make_ticket(
+    peer: str, *, leaves: bool = False, stalled: bool = False, view: int = 0, accuses: tuple[int, ...] = ()
+) -> Ticket:
     return Ticket(
         peer, 0, b"l" * 32, b"d" * 32, b"y" * 32, 10, 1, 0, True, b"", b"n" * 16,
-        view=view, leaves=leaves, stalled=stalled,
+        view=view, leaves=leaves, stalled=stalled, accuses=accuses,
     )  # fmt: skip
 
 
@@ -54,16 +57,23 @@ def make_body(
     *,
     contributing: Collection[str] | None = None,
     leaving: Collection[str] = (),
+    accusing: Mapping[str, Iterable[str]] = {},
     is_reduced: bool = False,
 ) -> Body:
-    """The result of these members that an honest roster would sign after ``table``."""
+    """The result of these members that an honest roster would sign after ``table``; some ``accusing`` others."""
     there = tuple(members)
     counted = [peer for peer in there if contributing is None or peer in contributing]
     body = Body(
         SWARM, round_, hashlib.sha256(round_.to_bytes(8, "big")).digest(), b"d" * 32, 0, 0, b"g" * 32, there,
         tuple((there.index(peer), 10, 1) for peer in counted), "fp32/1", tuple(range(len(there) + 1)),
         (b"h" * 32,) * len(there), len(there), 0, 1, (1,) * len(there), is_reduced=is_reduced,
-        census=table.census([make_ticket(peer, leaves=peer in leaving) for peer in there], counted),
+        census=table.census(
+            [
+                make_ticket(peer, leaves=peer in leaving, accuses=table.accused_by(accusing.get(peer, ())))
+                for peer in there
+            ],
+            counted,
+        ),
     )  # fmt: skip
     return replace(body, table=table.after(body).hash)
 
@@ -102,11 +112,16 @@ def histories(draw: st.DrawFn) -> tuple[Table, list[Body]]:
     first = founding_table(draw(st.sampled_from([(), ("s",), ("a", "b")])), is_open=draw(st.booleans()))
     table, bodies, round_ = first, list[Body](), 0
     for _ in range(draw(st.integers(1, 12))):
-        members = draw(rosters)
+        members = [peer for peer in draw(rosters) if peer not in table.banned]
+        if not members:
+            continue
         some = draw(st.lists(st.sampled_from(members), min_size=1, unique=True))
         leaving = draw(st.lists(st.sampled_from(members), max_size=1))
         reduced = draw(st.booleans()) and bool(table.rows)
-        bodies.append(make_body(table, round_, members, contributing=some, leaving=leaving, is_reduced=reduced))
+        accused = draw(st.lists(st.sampled_from(NAMES), max_size=1))
+        accusing = dict.fromkeys(draw(st.lists(st.sampled_from(members), max_size=4)), accused)
+        told = {"contributing": some, "leaving": leaving, "accusing": accusing, "is_reduced": reduced}
+        bodies.append(make_body(table, round_, members, **told))  # type: ignore[arg-type]
         table = table.after(bodies[-1])
         round_ += draw(st.sampled_from([1, 1, 1, 5, 20, 64, 5000]))
     return first, bodies
@@ -137,10 +152,14 @@ def test_what_holds_after_every_round(history: tuple[Table, list[Body]]) -> None
             old = before.row_of(each.peer) or Row(each.peer)
             joins = before.row_of(each.peer) is None
             assert each.counted - old.counted == (each.peer in body.contributing and not joins)
-            assert each.votes >= old.votes
-            if each.peer in body.members:
+            assert each.votes >= old.votes or each.is_banned
+            assert each.is_banned >= old.is_banned
+            if each.is_banned:
+                assert (each.votes, each.elects, each.is_witness) == (False, False, False)
+                assert each.sleeps
+            elif each.peer in body.members:
                 assert (each.last, each.sleeps) == (body.round, False)
-        left = {peer for peer in before.electorate if table.row_of(peer) is None}
+        left = {peer for peer in before.electorate if table.row_of(peer) is None or peer in table.banned}
         if body.is_reduced:
             assert table.electorate == before.electorate - left
             assert table.full_round == before.full_round
@@ -159,7 +178,7 @@ def test_the_order_of_arrival_at_a_leader_changes_nothing(order: list[str]) -> N
 
 
 def test_each_field_of_a_row_is_in_the_hash() -> None:
-    base, other = Row("a"), Row("b", 1, 1, 1, True, True, True, True, True)
+    base, other = Row("a"), Row("b", 1, 1, 1, True, True, True, True, True, True)
     tables = {Table((base._replace(**{name: getattr(other, name)}),)).hash for name in Row._fields}
     tables |= {Table((base,), True).hash, Table((base,), full_round=1).hash, Table((base,), is_reduced=True).hash}
     assert len(tables | {Table((base,)).hash}) == len(Row._fields) + 4
@@ -515,6 +534,54 @@ def test_any_census_makes_a_table_or_is_refused(census: Census) -> None:
         return
     assert {each.peer for each in after.rows} <= {*"abcx"}
     assert row(after, "c").last == 0
+
+
+# --- bans -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("voting", "accusing", "is_banned"), [
+    ("abcd", "a", False), ("abcd", "ab", True), ("abcde", "ab", True), ("abcdef", "ab", False),
+    ("abcdef", "abc", True), ("abcdefghi", "abc", False), ("abcdefghi", "abcd", True), ("ax", "ax", True),
+    ("bx", "b", False), ("bcd", "axy", False),
+])  # fmt: skip
+def test_a_third_of_the_voters_bans_nobody_and_one_more_does(voting: str, accusing: str, is_banned: bool) -> None:
+    """Among two, no voter bans the other. What newcomers say does not count."""
+    table = go_on(voters(voting), [0], sorted({*voting, *accusing, "x"}))
+    body = make_body(table, 1, sorted({*voting, *accusing}), accusing=dict.fromkeys(accusing, "x"))
+    assert ("x" in table.check(signed(body, voting)).banned) is is_banned
+
+
+def test_a_banned_member_votes_leads_and_joins_no_more_also_if_it_leaves() -> None:
+    table = voters("abcx")
+    after = table.after(make_body(table, 0, "abcx", accusing={"a": "x", "b": "x"}, leaving="x"))
+    assert after.electorate == after.awake == after.leading == {*"abc"}
+    assert after.banned == {"x"}
+    assert after.quorum == 2
+    assert after.accused_by("xa") == (0,), "nobody is accused twice"
+    with pytest.raises(IntegrityError, match="other members than its roster"):
+        after.check(signed(make_body(after, 1, "abcx"), "abc"))
+    later = go_on(after, range(1, EPOCH_ROUNDS + 1), "abc")
+    assert later.banned == {"x"}, "who is banned is not forgotten with the others that are gone"
+
+
+def test_a_reduced_round_bans_nobody() -> None:
+    """A few members may close one without the others, and would ban them."""
+    table = voters("abcx")
+    body = make_body(table, 0, "ab", accusing={"a": "cx", "b": "cx"}, is_reduced=True)
+    assert not table.after(body).banned
+
+
+@given(
+    st.dictionaries(st.integers(0, 200), st.integers(1, 9), max_size=MAX_ACCUSED),
+    st.dictionaries(st.integers(0, 200), st.integers(1, 9), max_size=MAX_ACCUSED),
+)
+def test_two_groups_accuse_together_and_no_crowd_of_accused_hides_one(a: dict[int, int], b: dict[int, int]) -> None:
+    first, second = (Census(accused=tuple(sorted(each.items()))) for each in (a, b))
+    both = dict(first.merged(second).accused)
+    assert both == dict(second.merged(first).accused)
+    assert len(both) == min(len(a | b), MAX_ACCUSED)
+    assert all(both[row] == a.get(row, 0) + b.get(row, 0) for row in both)
+    assert min(both.values(), default=0) >= max((a.get(r, 0) + b.get(r, 0) for r in (a | b).keys() - both), default=0)
 
 
 # --- which lineage wins ---------------------------------------------------------------------------------------------

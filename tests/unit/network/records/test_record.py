@@ -174,7 +174,7 @@ OUT_OF_BOUNDS: dict[str, tuple[Any, ...]] = {
     "note": ("two\nlines", "x" * 201), "addresses": (["/a"] * 17, "/ip4/1.2.3.4", [1]),
     "last_rounds": ([{"round": 1}], [[]], {}), "started_at": (None,), "trained_tokens": (-1, 1.5),
     "trained_rounds": (2**63,), "diverged": (1, None), "clock_skew_seconds": (NAN, 1e13, "0"),
-    "doubts": ("e", ["x" * 65], ["a"] * 9), "next_stage": (-1, True, "0"),
+    "doubts": ("e", ["x" * 65], ["a"] * 9), "banned": ("e", ["x" * 65], ["a"] * 9), "next_stage": (-1, True, "0"),
     "evaluation": (1, [], {"metric": "loss"}), "privacy": (1, [], {"epsilon": 1.0}),
     "stages": (None, {}, "stages", [1], [[]], [{}], [{"unit": 1}]),
 }  # fmt: skip
