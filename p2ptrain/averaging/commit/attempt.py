@@ -381,6 +381,7 @@ class Attempt:
             levels=self.levels,
             peers=peers,
             children=tuple(ticket.child for ticket in tickets) if level else (),
+            leader=self.roster.leader,
             view=self.head.table.view(tickets),
             is_reduced=self.roster.is_reduced,
             census=self.head.table.census(tickets, {tickets[index].peer for index in contributors}),

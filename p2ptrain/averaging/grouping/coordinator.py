@@ -17,7 +17,6 @@ from p2ptrain.averaging.context import PeerContext
 from p2ptrain.averaging.grouping import messages
 from p2ptrain.averaging.grouping.cells import Key
 from p2ptrain.averaging.grouping.leaders import Leaders, is_ahead, probe
-from p2ptrain.averaging.grouping.membership import rank
 from p2ptrain.averaging.grouping.pending_group import PendingGroup, decide, group_spec, may_reduce
 from p2ptrain.averaging.protocol.certificate import Head, Ticket
 from p2ptrain.averaging.timing.deadlines import LEAST_QUIET_SECONDS, QUIET_GRACES, KeepaliveStatus, send_keepalives
@@ -105,13 +104,13 @@ class Coordinator:
     def follow(self, key: Key, leader: str) -> str:
         """Redirect this group's members to the candidate ``leader``, and return the peer to send the own ticket to.
 
-        If the candidate has sent its ticket to this peer, both would wait for each other: then the smaller `rank`
-        leads.
+        If the candidate has sent its ticket to this peer, both would wait for each other: then the earlier in the
+        table's order leads.
         """
         own, group = self._context.rpc.peer_id, self._groups.get(key)
         if leader == own or group is None or group.over or not group.members:
             return leader
-        if group.has(leader) and rank(own, key) < rank(leader, key):
+        if group.has(leader) and self._position.order(key, own) < self._position.order(key, leader):
             return own
         group.answer_all(messages.Redirected(leader))
         return leader
@@ -166,7 +165,8 @@ class Coordinator:
         if self._position.is_ahead_of(head):
             return messages.Behind(own)
         key = self._cells.key_of(ticket, ticket.peer, ticket.level)
-        if self._position.following == (key, ticket.peer) and rank(ticket.peer, key) < rank(own, key):
+        order = self._position.order
+        if self._position.following == (key, ticket.peer) and order(key, ticket.peer) < order(key, own):
             return messages.Redirected(ticket.peer)  # Tickets crossed: see `follow`.
         if hops < MAX_HOPS:
             follows, leader = self._position.following or (None, own)

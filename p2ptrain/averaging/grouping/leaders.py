@@ -1,12 +1,12 @@
 """The round in progress as this peer sees it: its head, and the peers that may lead its group.
 
-Peers lead in the order of `rank`, which changes with each round. A leader that failed goes to the end: its followers
-saw the group break, and all skip it in the next attempt. A peer that was not in the group is redirected by the leader
-that took over.
+Peers lead in the order of the member table (`Table.order`), which changes with each round and puts those last that
+missed their turn in earlier rounds. A leader that failed goes to the end: its followers saw the group break, and all
+skip it in the next attempt. A peer that was not in the group is redirected by the leader that took over.
 
 Views of failures differ, so two peers may each follow the other, or both claim to lead. Between two peers that sent
-each other tickets, rank decides (`p2ptrain.averaging.grouping.coordinator.Coordinator.follow`). Between two that both
-have followers, failures of groups and rank decide (`Leaders.priority`); peers mostly agree on those.
+each other tickets, the table's order decides (`p2ptrain.averaging.grouping.coordinator.Coordinator.follow`). Between
+two that both have followers, failures of groups come first (`Leaders.priority`); peers mostly agree on those.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from p2ptrain.averaging.context import PeerContext
 from p2ptrain.averaging.grouping.cells import Cells, Key
-from p2ptrain.averaging.grouping.membership import Membership, rank
+from p2ptrain.averaging.grouping.membership import Membership
 from p2ptrain.averaging.grouping.messages import MAX_GOSSIP, PROBE, Failures, Probe, ProbeReply
 from p2ptrain.averaging.protocol.certificate import Certificate, Head
 from p2ptrain.averaging.protocol.table import NO_MEMBERS, Table
@@ -85,6 +85,10 @@ class RoundPosition:
     def table_of(self, key: Key) -> Table:
         """Return the member table of a group's round; empty for another round than that in progress."""
         return self.head.table if self.is_of(key) else NO_MEMBERS
+
+    def order(self, key: Key, peer: str) -> tuple[int, bytes]:
+        """Return a peer's sort key among the leaders of a group, alike for all holders of the head."""
+        return self.table_of(key).order(peer, key.lineage, key.level, key.cell)
 
     def is_stalled(self, spec: AveragingSpec) -> bool:
         """True if no full round was possible for so long that this peer agrees to a reduced one."""
@@ -203,9 +207,9 @@ class Leaders:
         if leader in counter or len(counter) < MAX_FAILED:
             counter[leader] += 1
 
-    def priority(self, key: Key, peer: str) -> tuple[int, bytes]:
-        """Return the part of `order` on which peers mostly agree: failures of groups, and rank."""
-        return (self._seen_of(key).failures[peer], rank(peer, key))
+    def priority(self, key: Key, peer: str) -> tuple[int, int, bytes]:
+        """Return the part of `order` on which peers mostly agree: failures of groups, and the table's order."""
+        return self._seen_of(key).failures[peer], *self.position.order(key, peer)
 
     def gossip(self, key: Key) -> Failures:
         """Return the leaders of this group with most failures, for newcomers."""
@@ -253,10 +257,11 @@ class Leaders:
     def probers(self, key: Key) -> set[str]:
         return self._seen_of(key).probers
 
-    def order(self, key: Key, peer: str) -> tuple[int, bytes]:
+    def order(self, key: Key, peer: str) -> tuple[int, int, bytes]:
         """Return a peer's sort key among the candidates; the smallest leads."""
         seen = self._seen_of(key)
-        return (seen.failures[peer] + seen.detours[peer] + (peer in seen.unreachable), rank(peer, key))
+        failed = seen.failures[peer] + seen.detours[peer] + (peer in seen.unreachable)
+        return failed, *self.position.order(key, peer)
 
     def may_lead(self, key: Key, peer: str) -> bool:
         """True if a peer is among the members that lead rounds of this lineage, or if this peer knows of none."""
@@ -296,7 +301,7 @@ class Leaders:
         Observations do not count here: peers that made other ones would send each other on for ever. So a dead member
         has its turn, too.
         """
-        there = sorted(self._leading(key) or self.candidates(key, ()), key=lambda peer: rank(peer, key))
+        there = sorted(self._leading(key) or self.candidates(key, ()), key=lambda peer: self.position.order(key, peer))
         seconds = LEAST_TURN_SECONDS + 2.0 * spec.grace_seconds
         number, passed = divmod(now, seconds)
         return there[int(number) % len(there)], seconds - passed

@@ -356,7 +356,7 @@ class Matchmaker:
         """Return the roster of a leader's final answer, or raise the error that the answer means."""
         match answer:
             case messages.Formed(tickets, is_reduced):
-                return self._check_roster(Roster(tickets, is_reduced), ticket, leader)
+                return self._check_roster(Roster(tickets, is_reduced, leader), ticket, leader)
             case messages.Refused(reason, mismatch, alone):
                 if leader == self._context.rpc.peer_id and alone:
                     self._last_leader = None  # No other peer came: this is no failure of the leader.

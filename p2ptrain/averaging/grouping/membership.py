@@ -15,10 +15,10 @@ Three judgements outlast a peer's own signs of life:
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass, field
 
 from p2ptrain.averaging.grouping.cells import Key
+from p2ptrain.averaging.protocol import table
 from p2ptrain.network.records.record import PeerRecord
 from p2ptrain.runtime import Runtime
 from p2ptrain.tasks import Backoff
@@ -277,6 +277,5 @@ class Membership:
 
 
 def rank(peer: str, key: Key) -> bytes:
-    """Return a peer's rank in a group, 32 bytes: the smallest leads; it differs in each round."""
-    numbers = b"".join(number.to_bytes(8, "big") for number in (key.round, key.present, key.level, key.cell))
-    return hashlib.sha256(key.lineage + numbers + peer.encode()).digest()
+    """Return a peer's rank in a group, 32 bytes; among leaders, `Table.order` counts missed turns first."""
+    return table.rank(peer, key.lineage, key.level, key.cell)

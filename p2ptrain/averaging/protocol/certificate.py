@@ -242,11 +242,12 @@ def check_weight(tokens: int, samples: int, peers: int, max_weight: float) -> No
 class Roster:
     """The members of one attempt at a round, in the order of reduction.
 
-    If it ``is_reduced``, they close the round without the voters that a full one needs.
+    If it ``is_reduced``, they close the round without the voters that a full one needs. ``leader`` assembled it.
     """
 
     tickets: tuple[Ticket, ...]
     is_reduced: bool = False
+    leader: Name = ""
 
     @cached_property
     def members(self) -> tuple[str, ...]:
@@ -261,7 +262,7 @@ class Roster:
     def group_id(self) -> bytes:
         """Id of this attempt, 32 bytes: a hash of all tickets, nonces included."""
         unsigned = [to_wire(replace(ticket, proof=b"")) for ticket in self.tickets]
-        return hashlib.sha256(b"p2ptrain roster" + canonical_bytes([self.is_reduced, unsigned])).digest()
+        return hashlib.sha256(b"p2ptrain roster" + canonical_bytes([self.is_reduced, self.leader, unsigned])).digest()
 
     def credentials_of(self, peers: Iterable[str]) -> tuple[bytes, ...]:
         """Return what admits each of these peers with the others; nothing if nobody here has a credential."""
@@ -293,6 +294,7 @@ class Body:
         levels: Number of the tree's levels; only a result of the last one ends the round.
         peers: By member: number of peers that it represents; all 1 on level 0.
         children: By member: `body_hash` of the lower level's result that it brought, 32 bytes; empty on level 0.
+        leader: The peer that assembled its roster.
         view: Attempts before (`Table.view`); a voter signs one body of each view.
         is_reduced: See `Roster`.
         census: What the round tells about the members of the lineage.
@@ -316,6 +318,7 @@ class Body:
     levels: Annotated[int, Meta(ge=1, le=MAX_LEVELS)] = 1
     peers: tuple[Annotated[int, Meta(ge=1, le=MAX_PRESENT)], ...] = ()
     children: tuple[Hash, ...] = ()
+    leader: Name = ""
     view: Count = 0
     is_reduced: bool = False
     census: Census = NOTHING_TOLD

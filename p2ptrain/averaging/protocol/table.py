@@ -43,6 +43,8 @@ LEAST_GUESTS = 2
 NEW_VOTERS_PART, NEW_MEMBERS_PART, MAX_NEW_MEMBERS = 16, 16, 64
 """Among strangers, one in so many of the voters may be new in an epoch, and of the members in a round."""
 MAX_ACCUSED, LEAST_ACCUSERS = 64, 2
+MAX_MISSES = 15
+"""An epoch halves a member's misses: one is forgotten after an epoch, the most after four."""
 Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
 Name = Annotated[str, Meta(max_length=128)]  # a peer's id, or a codec's name
 Bits = Annotated[bytes, Meta(max_length=MAX_ROWS // 8)]
@@ -60,6 +62,7 @@ class Row(NamedTuple):
         returned: True if it elects, and was on a roster since that certificate.
         is_witness: True for a founder that never contributed: it votes on bodies without the result, and never sleeps
             while the lineage is full.
+        misses: Full rounds in which it went before their leader, and did not lead; halved in each epoch.
         is_banned: True once enough voters had evidence against it; it sleeps from then on, and never votes or joins.
     """
 
@@ -73,6 +76,7 @@ class Row(NamedTuple):
     returned: bool = False
     is_witness: bool = False
     is_banned: bool = False
+    misses: Count = 0
 
 
 class Census(NamedTuple):
@@ -179,6 +183,14 @@ class Table:
             there = [row for index, row in enumerate(there) if row.votes or index < LEAST_LEADERS]
         return frozenset(row.peer for row in there)
 
+    def order(self, peer: str, lineage: bytes, level: int = 0, cell: int = 0) -> tuple[int, bytes]:
+        """Return a peer's sort key among the leaders of a group in the round after ``lineage``; the smallest leads.
+
+        Who missed its turn comes after the others. Among alike ones `rank` decides.
+        """
+        row = self.row_of(peer)
+        return row.misses if row else 0, rank(peer, lineage, level, cell)
+
     def is_led_by(self, peers: Collection[str]) -> bool:
         """True if these are more than a third of the members that may lead, so that one of them is honest."""
         return not self.leading or 3 * len(self.leading.intersection(peers)) > len(self.leading)
@@ -277,7 +289,8 @@ class Table:
     def after(self, body: Body) -> Table:
         """Return the table after a round's result; the caller checks the result."""
         census, round_, founds = body.census, body.round, not self.electorate
-        rows, banned = list[Row](), self._banned_by(body)
+        rows, banned, passed = list[Row](), self._banned_by(body), self._passed_over(body)
+        is_epoch = round_ % EPOCH_ROUNDS == 0
         for index, row in enumerate(self.rows):
             here, counted, leaves = (_has(bits, index) for bits in census[:3])
             if self._is_forgotten(row, round_):
@@ -287,8 +300,10 @@ class Table:
                 continue
             if leaves:
                 continue
+            misses = 0 if row.peer == body.leader else min(row.misses + (row.peer in passed), MAX_MISSES)
             row = row._replace(
                 counted=row.counted + counted,
+                misses=misses // 2 if is_epoch else misses,
                 last=round_ if here else row.last,
                 is_witness=row.is_witness and not counted,
             )
@@ -305,7 +320,6 @@ class Table:
         if self.is_open and not self.begins:
             new = new[: min(MAX_NEW_MEMBERS, max(2, len(rows) // NEW_MEMBERS_PART))]
         rows += [Row(peer, round_, 0, round_, votes=founds) for peer in new[: MAX_ROWS - len(rows)]]
-        is_epoch = round_ % EPOCH_ROUNDS == 0
         if is_epoch and self.is_open:
             rows = _promoted(rows)
         if body.is_reduced:
@@ -319,6 +333,13 @@ class Table:
         """Return the rows that a result bans: reduced ones none, because a few members alone may make them."""
         accused = () if body.is_reduced else body.census.accused
         return {row for row, accusers in accused if accusers >= self.least_accusers}
+
+    def _passed_over(self, body: Body) -> frozenset[str]:
+        """Return the members that went before a full round's leader; none in a tree, whose groups have leaders each."""
+        if not body.is_full or body.levels > 1 or body.leader not in self.leading:
+            return frozenset()
+        own = self.order(body.leader, body.lineage)
+        return frozenset(peer for peer in self.leading if self.order(peer, body.lineage) < own)
 
     def _is_forgotten(self, row: Row, round_: int) -> bool:
         if round_ % EPOCH_ROUNDS or row.is_witness or row.elects:
@@ -398,6 +419,11 @@ class Table:
 NOTHING_TOLD = Census()
 NO_MEMBERS = Table()
 """Before the first round of a swarm without founders, and in heads without proof."""
+
+
+def rank(peer: str, lineage: bytes, level: int = 0, cell: int = 0) -> bytes:
+    """Return a peer's rank in a group of the round after ``lineage``, 32 bytes; it differs in each round."""
+    return hashlib.sha256(lineage + level.to_bytes(8, "big") + cell.to_bytes(8, "big") + peer.encode()).digest()
 
 
 def quorum_of(num_voters: int) -> int:

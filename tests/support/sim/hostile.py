@@ -40,19 +40,17 @@ Lead = Callable[[list[Ticket], Ticket], object]
 """(all tickets so far, this one) -> the answer, maybe awaited."""
 
 
-def lead_badly(trainer: SimulatedTrainer, answer: Lead) -> list[str]:
-    """Answer every ticket as told; the list fills with who asked."""
-    asked: list[str] = []
+def lead_badly(trainer: SimulatedTrainer, answer: Lead) -> list[Ticket]:
+    """Answer every ticket as told; the list fills with them."""
     tickets: list[Ticket] = []
 
     async def join(channel: Channel, request: Join) -> None:
-        asked.append(channel.remote)
         tickets.append(request.ticket)
         found = answer(tickets, request.ticket)
         await channel.send(await found if isinstance(found, Awaitable) else found)
 
     trainer.rpc.serve_channel(JOIN, Join, join)
-    return asked
+    return tickets
 
 
 async def never(*args: object) -> Any:

@@ -1,6 +1,7 @@
 """The member table: one at all holders, who votes, who sleeps, and which signatures make a certificate."""
 
 import hashlib
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
@@ -151,7 +152,8 @@ def test_what_holds_after_every_round(history: tuple[Table, list[Body]]) -> None
         for each in table.rows:
             old = before.row_of(each.peer) or Row(each.peer)
             joins = before.row_of(each.peer) is None
-            assert each.counted - old.counted == (each.peer in body.contributing and not joins)
+            counts = each.peer in body.contributing and not (joins or each.is_banned)
+            assert each.counted - old.counted == counts
             assert each.votes >= old.votes or each.is_banned
             assert each.is_banned >= old.is_banned
             if each.is_banned:
@@ -178,7 +180,7 @@ def test_the_order_of_arrival_at_a_leader_changes_nothing(order: list[str]) -> N
 
 
 def test_each_field_of_a_row_is_in_the_hash() -> None:
-    base, other = Row("a"), Row("b", 1, 1, 1, True, True, True, True, True, True)
+    base, other = Row("a"), Row("b", 1, 1, 1, True, True, True, True, True, True, 1)
     tables = {Table((base._replace(**{name: getattr(other, name)}),)).hash for name in Row._fields}
     tables |= {Table((base,), True).hash, Table((base,), full_round=1).hash, Table((base,), is_reduced=True).hash}
     assert len(tables | {Table((base,)).hash}) == len(Row._fields) + 4
@@ -582,6 +584,54 @@ def test_two_groups_accuse_together_and_no_crowd_of_accused_hides_one(a: dict[in
     assert len(both) == min(len(a | b), MAX_ACCUSED)
     assert all(both[row] == a.get(row, 0) + b.get(row, 0) for row in both)
     assert min(both.values(), default=0) >= max((a.get(r, 0) + b.get(r, 0) for r in (a | b).keys() - both), default=0)
+
+
+# --- leaders --------------------------------------------------------------------------------------------------------
+
+
+def first_of(table: Table, round_: int) -> str:
+    """The member that goes first in a round, in the order of all holders."""
+    lineage = make_body(table, round_, "a").lineage
+    return min(table.leading, key=lambda peer: table.order(peer, lineage))
+
+
+def led(table: Table, round_: int, silent: Collection[str]) -> Table:
+    """The table after a full round that the first of the members led that are not silent."""
+    body = make_body(table, round_, sorted(table.leading))
+    leader = min(table.leading - {*silent}, key=lambda peer: table.order(peer, body.lineage))
+    return table.after(replace(body, leader=leader))
+
+
+@pytest.mark.parametrize("is_open", [False, True])
+def test_a_member_that_lets_its_turn_pass_goes_first_once_in_an_epoch(is_open: bool) -> None:
+    table, turns = voters("abcd", is_open=is_open), list[int]()
+    for round_ in range(1, 3 * EPOCH_ROUNDS):
+        turns += [round_] if first_of(table, round_) == "d" else []
+        table = led(table, round_, "d")
+    assert sorted(turn // EPOCH_ROUNDS for turn in turns) == [0, 1, 2]
+
+
+def test_a_member_that_leads_again_has_missed_nothing_and_all_lead_in_turn() -> None:
+    table = led(voters("abcd"), next(r for r in range(99) if first_of(voters("abcd"), r) == "d"), "d")
+    assert row(table, "d").misses == 1
+    alone = table.after(replace(make_body(table, 1, "abcd"), leader="d"))
+    assert row(alone, "d").misses == 0
+    turns = Counter[str]()
+    for round_ in range(EPOCH_ROUNDS, 4 * EPOCH_ROUNDS):
+        turns[first_of(alone, round_)] += 1
+        alone = led(alone, round_, ())
+    assert min(turns[peer] for peer in "abcd") > EPOCH_ROUNDS // 2
+
+
+@pytest.mark.parametrize("change", [
+    {"is_reduced": True}, {"levels": 2, "level": 1}, {"leader": "stranger"}, {"leader": ""},
+])  # fmt: skip
+def test_what_is_no_proof_of_a_missed_turn(change: dict[str, object]) -> None:
+    """A few close a reduced round, each cell of a tree has a leader of its own, and a stranger may have led."""
+    table = voters("abcd")
+    for round_ in range(9):
+        body = replace(make_body(table, round_, "abcd"), **({"leader": "a"} | change))  # type: ignore[arg-type]
+        assert not any(each.misses for each in table.after(body).rows)
 
 
 # --- which lineage wins ---------------------------------------------------------------------------------------------
