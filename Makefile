@@ -2,7 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
+EXTRAS := dev,bench,docs,privacy
+STAMP := $(VENV)/.installed-$(shell { cat pyproject.toml constraints.txt; echo $(EXTRAS); } | cksum | cut -d' ' -f1)
 SOURCES := p2ptrain $(wildcard tests benchmarks examples deploy docs/draw_packages.py docs/generate.py)
 ARGS ?=
 # Which tests: by default not those that repeat, more thoroughly, what faster ones prove.
@@ -18,6 +19,10 @@ HOURS ?= 1
 MINUTES ?= 10
 # Seeds of `make test-all` beyond those of the tests.
 SEEDS ?= 2000
+# Flower's versions of shared packages are not ours: its environment sees ours behind its own.
+FLOWER := build/flower/bin/python
+# Flower's simulation brings it.
+RAY := build/flower/bin/ray
 
 .PHONY: help venv smollm2 demo docs test test-unit test-swarm test-nat test-systemd test-browser test-docker test-gpu test-all soak soak-serving \
 	lab chaos fuzz wheels schedules lint format bench bench-averaging bench-convergence bench-federated bench-moshpit bench-groups bench-monitor bench-pipeline bench-serving bench-uneven clean
@@ -32,7 +37,7 @@ $(STAMP): pyproject.toml constraints.txt
 		{ echo "p2ptrain needs Python 3.11 or later: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || \
 		{ echo "cannot make $(VENV): on Debian and Ubuntu, apt install python3-venv" >&2; exit 1; }
-	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,bench,privacy]'
+	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[$(EXTRAS)]'
 	@rm -f $(VENV)/.installed-*
 	@touch $@
 
@@ -75,7 +80,7 @@ test-docker: $(STAMP)  ## a swarm in containers; needs a Docker engine: see test
 test-gpu: $(STAMP)  ## what needs a CUDA device; skipped without one
 	$(BIN)/python -m pytest -m gpu tests/unit $(ARGS)
 
-test-all: $(STAMP)  ## all that .ci/run checks, slow tests, containers, each benchmark, a soak, and SEEDS=N schedules of each kind
+test-all: $(STAMP) $(RAY)  ## all that .ci/run checks, slow tests, containers, each benchmark, a soak, and SEEDS=N schedules of each kind
 	P2PTRAIN_ALL=1 .ci/run
 	$(BIN)/python -m benchmarks --quick
 	$(BIN)/python -m tests.support.sim.schedules --first $$($(BIN)/python -m tests.support.seeds schedules) --count $(SEEDS)
@@ -103,9 +108,9 @@ fuzz: $(STAMP)  ## every decoder under atheris for 20 seconds each; ARGS="--seco
 	$(BIN)/python -m tests.fuzz $(ARGS)
 
 docs: $(STAMP)  ## the documentation as a site in build/site; every link has to lead somewhere
-	@$(BIN)/python -c 'import material, mkdocstrings_handlers.python' 2>/dev/null || \
-		PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[docs]'
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict || { \
+		echo "make docs: mend what each WARN or ERROR above names, in docs/, in mkdocs.yml, or in the docstring" \
+			"from which docs/generate.py makes a page of reference/" >&2; exit 1; }
 
 wheels: $(STAMP)  ## fill wheels/, from which an image is built without a registry
 	deploy/container/wheels.sh $(BIN)/python
@@ -113,16 +118,17 @@ wheels: $(STAMP)  ## fill wheels/, from which an image is built without a regist
 schedules: $(STAMP)  ## simulated faults from other seeds; ARGS="--first 20000 --count 5000 [--pipelines|--serving]"
 	$(BIN)/python -m tests.support.sim.schedules $(ARGS)
 
-lint: $(STAMP)  ## ruff and mypy
+lint: $(STAMP)  ## ruff and mypy, which reads the Python that pages show, too
 	$(BIN)/ruff check $(SOURCES) hatch_build.py
 	$(BIN)/ruff format --check $(SOURCES) hatch_build.py
-	$(BIN)/mypy $(SOURCES)
+	$(BIN)/python -m tests.support.pages build/pages
+	$(BIN)/mypy $(SOURCES) build/pages
 
 format: $(STAMP)  ## let ruff format and fix
 	$(BIN)/ruff check --fix $(SOURCES) hatch_build.py
 	$(BIN)/ruff format $(SOURCES) hatch_build.py
 
-bench: $(STAMP)  ## benchmarks beside their goals; ARGS="--quick --json FILE" passes options
+bench: $(STAMP) $(RAY)  ## benchmarks beside their goals; ARGS="--quick --json FILE" passes options
 	$(BIN)/python -m benchmarks $(ARGS)
 
 bench-averaging: $(STAMP)  ## averaging against hivemind, all of it; ARGS="--full --json FILE --plot FILE.svg"
@@ -131,10 +137,6 @@ bench-averaging: $(STAMP)  ## averaging against hivemind, all of it; ARGS="--ful
 bench-convergence: $(STAMP)  ## loss at equal tokens and bytes sent, by method; ARGS="--json FILE --plot FILE.svg"
 	$(BIN)/python -m benchmarks.bench_convergence $(ARGS)
 
-# Flower's versions of shared packages are not ours: its environment sees ours behind its own.
-FLOWER := build/flower/bin/python
-# Flower's simulation brings it.
-RAY := build/flower/bin/ray
 LIBRARIES := -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])'
 
 $(RAY): | $(STAMP)

@@ -7,7 +7,9 @@ python -m benchmarks --quick
 Of the comparison with hivemind's averaging this measures rounds alone; ``make bench-averaging`` measures all of it. Of
 the ways to synchronise it measures some; ``make bench-convergence`` measures all. Of the sizes of swarms it leaves out
 the large ones; ``make bench-groups`` measures them too. Of pipelines it leaves out `benchmarks.pipeline_overhead`,
-which takes long; ``make bench-pipeline`` measures that too. ``--quick`` sees that each runs, in a few minutes.
+which takes long; ``make bench-pipeline`` measures that too. Of the comparison with Flower,
+which needs ``build/flower``, it measures rounds alone; ``make bench-federated`` measures all of it. ``--quick`` sees
+that each runs, in a few minutes.
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ BENCHMARKS: dict[str, list[str]] = {
     "freeze": [],
     "uneven": [],
     "pipeline": ["--only", "utilisation", "codecs", "recovery", "rebalancing"],
+    "federated": ["--only", "rounds"],
     "monitor": [],
     "directory": ["--sizes", "100"],
 }

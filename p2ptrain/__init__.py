@@ -13,9 +13,16 @@ Public names are imported at first use: ``import p2ptrain`` alone loads neither 
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from p2ptrain._version import __version__
+
+if TYPE_CHECKING:
+    from p2ptrain.errors import P2PTrainError
+    from p2ptrain.manifest import LoraSpec, Manifest, SignedManifest
+    from p2ptrain.network.records.evaluation import pooled
+    from p2ptrain.node.swarm import Swarm
+    from p2ptrain.training.checkpoints import SavePolicy
 
 __all__ = ["LoraSpec", "Manifest", "P2PTrainError", "SavePolicy", "SignedManifest", "Swarm", "__version__", "pooled"]
 
@@ -30,13 +37,15 @@ _HOMES = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    home = _HOMES.get(name)
-    if home is None:
-        raise AttributeError(f"module 'p2ptrain' has no attribute {name!r}")
-    value = getattr(import_module(home), name)
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:  # Else every name would be `Any` to a type checker.
+
+    def __getattr__(name: str) -> Any:
+        home = _HOMES.get(name)
+        if home is None:
+            raise AttributeError(f"module 'p2ptrain' has no attribute {name!r}")
+        value = getattr(import_module(home), name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

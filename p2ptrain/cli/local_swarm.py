@@ -54,6 +54,9 @@ async def run_swarm(plan: Plan, summary_file: Path | None) -> int:
         try:
             with SwarmScreen(sys.stdout, plan.goal, draws=plan.chat is None) as view:
                 view.say(f"run directory: {plan.run_dir}")
+                if plan.manifest.private is not None:
+                    texts = [(path.stem, path.with_suffix(".txt").stat().st_size) for path in plan.trainers]
+                    view.say(f"text of its own: {', '.join(f'{name} {human_bytes(size)}' for name, size in texts)}")
                 trainers = await _train(plan, supervisor, stop, view)
             _report(plan, trainers, summary_file, interrupted=stop.is_set())
             if plan.chat is None:

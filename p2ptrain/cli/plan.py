@@ -62,7 +62,10 @@ def make_plan(arguments: argparse.Namespace) -> Plan:
     if chats:
         demo = demo | _served_model(arguments)
     overrides = demo | parse_settings(arguments.set) | _manifest_overrides(arguments)
-    manifest = load_manifest(arguments.manifest, overrides)
+    manifest, text = load_manifest(arguments.manifest, overrides), _text_source(arguments)
+    if manifest.private is None and text is not None:
+        manifest = load_manifest(arguments.manifest, overrides | {"data.source": text})
+    _check_partition(arguments, manifest)
     run_dir: Path = (arguments.run_dir or default_run_dir(f"up-{time.strftime('%Y%m%d-%H%M%S')}")).absolute()
     run_dir.mkdir(parents=True, exist_ok=True)
     with Identity.create_or_load(run_dir / KEY_FILE) as organizer:
@@ -96,9 +99,18 @@ def make_plan(arguments: argparse.Namespace) -> Plan:
     role = "stage" if chats else "both" if manifest.in_stages else "trainer"
     stages = _num_stages(manifest, arguments.peers)
     bootstrap, trainers = role_file("bootstrap", "bootstrap", {}), []
-    for number in range(arguments.peers):
+    kind = "host" if chats else "trainer" if manifest.private is None else "site"
+    names = [f"{kind}-{number + 1}" for number in range(arguments.peers)]
+    texts = {name: run_dir / f"{name}.txt" for name in names} if manifest.private is not None else {}
+    if texts:
+        from p2ptrain.training.simulation.texts import deal_text
+
+        form = arguments.partition or "iid"
+        deal_text(manifest, text or "stdlib", form, list(texts.values()), arguments.weights, own)
+    for number, name in enumerate(names):
         hosting = {"pipeline": {"stage": number % stages}} if manifest.in_stages else {}
-        trainers.append(role_file(role, f"{'host' if chats else 'trainer'}-{number + 1}", sections | hosting))
+        own_text = {"data": texts[name]} if texts else {}
+        trainers.append(role_file(role, name, sections | hosting | own_text))
     has_end = arguments.rounds or manifest.training.rounds or chats
     minutes = arguments.minutes or (0.0 if has_end else DEFAULT_MINUTES)
     return Plan(
@@ -150,15 +162,33 @@ def _rounds_done(run_dir: Path) -> int:
     return max((int(number) for name in names if (number := name.rpartition("-")[2]).isdecimal()), default=0)
 
 
+def _text_source(arguments: argparse.Namespace) -> str | None:
+    """Return ``--data`` as a source of text."""
+    data: str | None = arguments.data
+    if data is None or data == "stdlib" or data.startswith(("datasets:", "path:")):
+        return data
+    if not Path(data).exists():
+        raise UsageError(f"--data {data}: no such file or folder; datasets of a hub are written datasets:NAME")
+    return f"path:{Path(data).absolute()}"
+
+
+def _check_partition(arguments: argparse.Namespace, manifest: Manifest) -> None:
+    """Raise `UsageError` if there are no sites with text, or ``--partition`` without sites."""
+    if manifest.private is None and arguments.partition is not None:
+        raise UsageError(
+            f"--partition {arguments.partition}: all peers of this swarm read the same text; for sites with text of"
+            " their own, add [private] to the manifest"
+        )
+    if manifest.private is not None and manifest.data.source != "own":
+        raise UsageError(
+            f"data.source = {manifest.data.source!r}: 'p2ptrain up' deals text to the sites of a private swarm; set"
+            ' data.source = "own", or run the script that reads the data at each site'
+        )
+
+
 def _manifest_overrides(arguments: argparse.Namespace) -> dict[str, Any]:
-    data = arguments.data
-    if data is not None and data != "stdlib" and not data.startswith(("datasets:", "path:")):
-        if not Path(data).exists():
-            raise UsageError(f"--data {data}: no such file or folder; datasets of a hub are written datasets:NAME")
-        data = f"path:{Path(data).absolute()}"
     overrides = {
-        "training.every": arguments.every, "averaging.codec": arguments.codec, "data.source": data,
-        "pipeline.stages": arguments.stages,
+        "training.every": arguments.every, "averaging.codec": arguments.codec, "pipeline.stages": arguments.stages,
     }  # fmt: skip
     return {key: value for key, value in overrides.items() if value is not None}
 

@@ -232,8 +232,8 @@ def test_a_draft_of_the_served_model_changes_no_answer(hosts: Hosts, monkeypatch
         taken = model.generator.draft
         assert taken is not None
         assert taken.context == CONTEXT
-        settings = {"max_new_tokens": 400, "do_sample": True, "seed": 3}
-        assert list(model.stream(list(PROMPT.encode()), **settings)) == golden(400, DRAWN)
+        tokens = model.stream(list(PROMPT.encode()), max_new_tokens=400, do_sample=True, seed=3)
+        assert list(tokens) == golden(400, DRAWN)
 
 
 @pytest.mark.fault(56)

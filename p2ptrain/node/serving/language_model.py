@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
@@ -49,6 +49,12 @@ class Settings(TypedDict, total=False):
     repetition_penalty: float
     eos_token_id: int | Sequence[int] | None
     seed: int
+
+
+class Output(CausalLMOutput):
+    """The output of `LanguageModel.forward`, which always has logits."""
+
+    logits: torch.Tensor
 
 
 class LanguageModel:
@@ -128,7 +134,9 @@ class LanguageModel:
         padded = torch.tensor([[*ids, *[pad] * (longest - len(ids))] for ids in found], dtype=torch.int64)
         return torch.cat([input_ids.cpu().long(), padded], dim=1)
 
-    def stream(self, input_ids: Sequence[int] | torch.Tensor, **settings: Unpack[Settings]) -> Iterator[int]:
+    def stream(
+        self, input_ids: Sequence[int] | torch.Tensor, **settings: Unpack[Settings]
+    ) -> Generator[int, None, None]:
         """Yield the continuation of one prompt, a token at a time; closing the iterator cancels the generation.
 
         ``input_ids`` is a list, ``[length]`` or ``[1, length]``. Raises as `generate`.
@@ -140,7 +148,7 @@ class LanguageModel:
         finally:
             tokens.close()
 
-    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> CausalLMOutput:
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> Output:
         """Return the logits after each token, fp32 ``[batch, length, vocabulary]``, 0 where a prompt is padding.
 
         They have no gradient: `Swarm.pipeline` trains. Takes and raises what `generate` does.
@@ -155,7 +163,7 @@ class LanguageModel:
         finally:
             for future in waiting:
                 future.cancel()
-        return CausalLMOutput(logits=logits)
+        return Output(logits=logits)
 
     __call__ = forward
 

@@ -132,7 +132,7 @@ def split_documents(documents: list[Document], fraction: float, seed: int) -> tu
     """
     total = sum(len(document.content) for document in documents)
     if len(documents) < _MIN_DOCUMENTS:
-        documents = [piece for document in documents for piece in _cut(document, max(1, total // (2 * _MIN_DOCUMENTS)))]
+        documents = [piece for document in documents for piece in cut(document, max(1, total // (2 * _MIN_DOCUMENTS)))]
     target = total * fraction
     names = [f"held-out {seed} {document.name}" for document in documents]
     order = sorted(range(len(documents)), key=lambda index: hashlib.sha256(names[index].encode()).digest())
@@ -149,7 +149,7 @@ def split_documents(documents: list[Document], fraction: float, seed: int) -> tu
     return train, [documents[index] for index in sorted(held_out)]
 
 
-def _cut(document: Document, size: int) -> Iterator[Document]:
+def cut(document: Document, size: int) -> Iterator[Document]:
     """Yield contiguous pieces of at least ``size`` bytes (the last may be shorter), cut at line ends where possible."""
     content, start, number = document.content, 0, 0
     while start < len(content):

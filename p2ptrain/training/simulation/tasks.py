@@ -19,6 +19,7 @@ from p2ptrain.models import build_model, check_reads_text, whole
 from p2ptrain.models.pretrained import weights_folder
 from p2ptrain.training.data.corpus import load_tokenizer, read_documents
 from p2ptrain.training.evaluate import language_model_loss, window_losses
+from p2ptrain.training.simulation.texts import label_documents
 
 FUNCTION = "task"
 
@@ -82,14 +83,12 @@ def text_task(manifest: Manifest, source: str) -> Task:
         raise ConfigError(f"the tokenizer has {vocabulary} tokens: set model.vocabulary to at least that")
     documents = list(read_documents(source))
     tokens = [encode(document.content) for document in documents]
-    folders = [document.name.split("/")[0] for document in documents]
-    names = folders if len(set(folders)) > 1 else [document.name for document in documents]
     text = np.concatenate(tokens).astype(np.int64) if tokens else np.empty(0, np.int64)
     starts = np.arange(0, len(text) - context, context)
     if not len(starts):
         raise ConfigError(f"{source} has {len(text)} tokens, too few for a context of {context}: give more text")
     owners = np.searchsorted(np.cumsum([len(each) for each in tokens]), starts, side="right")
-    labels = np.unique(np.array(names), return_inverse=True)[1][owners]
+    labels = label_documents([document.name for document in documents])[owners]
     windows = torch.from_numpy(np.stack([text[start : start + context + 1] for start in starts]))
     model = build_model(spec, weights_folder(spec, whole(spec)))
     return Task(model, (windows,), labels, language_model_loss, window_losses, "loss")

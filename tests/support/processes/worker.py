@@ -354,10 +354,10 @@ def main() -> int:
                 )  # fmt: skip
             stack.enter_context(swarm)
             orders.loop = swarm._running.thread.loop
-            daemon = swarm._peer.network.transport.daemon.process_id
+            transport: Any = swarm._peer.network.transport
             if options.serves:
                 report_serving(swarm, options.serves)
-            say("joined", peer=swarm.peer_id, link=swarm.link, daemon=daemon)
+            say("joined", peer=swarm.peer_id, link=swarm.link, daemon=transport.daemon.process_id)
             train(swarm, options, orders)
         except P2PTrainError as error:
             say("error", kind=type(error).__name__, exit_code=error.exit_code, message=str(error))

@@ -3,6 +3,7 @@
 import argparse
 import json
 import math
+import re
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.__main__ import BENCHMARKS
 from benchmarks.bench_averaging import size
 from benchmarks.findings import Finding, Section, faster, run
 from benchmarks.harness import Measured
@@ -71,3 +73,8 @@ def test_nothing_to_draw_is_said() -> None:
     unavailable(why_no_pictures(), "matplotlib")
     with pytest.raises(PlotError, match="no ratio"):
         plot([Finding("stopped", math.inf, "normal + grace", 1.2)], "unused.svg")
+
+
+def test_all_benchmarks_that_make_runs_by_name_are_among_those_that_run_together() -> None:
+    makefile = (Path(__file__).resolve().parents[3] / "Makefile").read_text(encoding="utf-8")
+    assert set(re.findall(r"-m benchmarks\.bench_(\w+)", makefile)) <= BENCHMARKS.keys()

@@ -131,6 +131,48 @@ def test_a_manifest_that_is_served_is_trained_too(tmp_path: Path) -> None:
     assert (trainer.role, trainer.serving.enabled, plan.chat) == ("trainer", True, None)
 
 
+PRIVATE = ("--every", "4", "--set", "data.source=own", "--set", "private.weights=samples")
+
+
+def write_texts(folder: Path) -> Path:
+    """Write 3 folders of text, in which no line is twice."""
+    for name in "abc":
+        (folder / name).mkdir(parents=True)
+        (folder / name / "text.txt").write_text("".join(f"{name} line {number}\n" for number in range(10_000)))
+    return folder
+
+
+def test_each_line_is_at_one_site_of_a_private_swarm_and_no_peer_is_told_where_it_came_from(tmp_path: Path) -> None:
+    text = write_texts(tmp_path / "text")
+    words = ("--peers", "4", *PRIVATE, "--data", str(text), "--partition", "dirichlet:0.1")
+    plan = make_plan(arguments(tmp_path / "run", *words))
+    configs = [PeerConfig.load(path) for path in plan.trainers]
+    assert [config.name for config in configs] == ["site-1", "site-2", "site-3", "site-4"]
+    parts = [config.data.read_text().splitlines() for config in configs if config.data is not None]
+    lines = [line for part in parts for line in part]
+    assert len(lines) == len(set(lines)) == 30_000
+    assert {len({line[0] for line in part}) for part in parts} != {3}, "dirichlet:0.1 makes sites unlike"
+    assert plan.manifest.data.source == "own"
+    assert not any(config.allow_path for config in configs)
+    assert PeerConfig.load(plan.bootstrap).data is None
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--partition", "iid"], "add \\[private\\]"),
+        ([*PRIVATE, "--set", "data.source=custom"], "run the script"),
+        ([*PRIVATE, "--partition", "zipf"], "--partition 'zipf' is unknown"),
+        ([*PRIVATE, "--peers", "40"], "40 sites with"),
+        ([*PRIVATE, "--set", "model.context=8192"], "too short.*fewer --peers"),
+    ],
+    ids=["no sites", "a script's data", "unknown", "too many sites", "too short"],
+)
+def test_sites_that_cannot_have_text_of_their_own_are_refused(tmp_path: Path, words: list[str], message: str) -> None:
+    with pytest.raises((UsageError, ConfigError), match=message):
+        make_plan(arguments(tmp_path / "run", "--data", str(write_texts(tmp_path / "text")), *words))
+
+
 @pytest.mark.parametrize("words", [["--model", "x"], ["--serve", "--model", "x", "--manifest", "run.toml"]])
 def test_a_model_goes_with_serving_alone(tmp_path: Path, words: list[str]) -> None:
     with pytest.raises(UsageError, match="--model goes with --serve"):

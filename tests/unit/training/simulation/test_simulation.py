@@ -43,7 +43,7 @@ def test_unknown_partitions_are_refused(form: str) -> None:
 
 
 def test_more_sites_than_samples_are_refused() -> None:
-    with pytest.raises(UsageError, match="--sites 200"):
+    with pytest.raises(UsageError, match="200 sites"):
         partition("iid", LABELS, 200, seed=1)
 
 
