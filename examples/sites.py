@@ -5,6 +5,7 @@ An example calls `main` with a function that trains one site. Its command line i
     python -m examples.hospitals.train --seed 2 --plot curves.svg  # all sites as processes of this machine
     python -m examples.hospitals.train --site 0                    # one site: site 0 starts a swarm, prints its link
     python -m examples.hospitals.train --site 2 'p2ptrain://…'     # another one
+    python -m examples.hospitals.train --keep runs                 # keeps each site's run directory, to export from
 
 Sites listen on loopback; `--listen /ip4/0.0.0.0/tcp/0` lets those of other machines in.
 """
@@ -12,6 +13,7 @@ Sites listen on loopback; `--listen /ip4/0.0.0.0/tcp/0` lets those of other mach
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import multiprocessing
 import signal
@@ -58,13 +60,14 @@ def main(
     parser.add_argument("link", nargs="?", help="with --site: the swarm to join; without it, the site starts one")
     parser.add_argument("--site", type=int, choices=range(count), help="be this site alone")
     parser.add_argument("--listen", default=LOOPBACK[0], help="with --site: multiaddr to listen on")
+    parser.add_argument("--keep", metavar="DIR", default="", help="keep run directories, in DIR/SWARM/site-N")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     if arguments.site is not None:
         where = (arguments.listen,)
         manifest = Manifest.model_validate(manifests[0])
         with (
-            tempfile.TemporaryDirectory() as folder,
+            run_directory(arguments.keep, manifest.name, arguments.site) as folder,
             Swarm.join(arguments.link, run_dir=folder, listen=where)
             if arguments.link
             else Swarm.create(manifest, run_dir=folder, listen=where) as swarm,
@@ -73,7 +76,7 @@ def main(
             print(train(swarm, arguments.site, arguments.seed))
         return
     end_by(arguments.deadline)
-    curves = compare(run_all(train, manifests, count, arguments.seed), arguments.seed)
+    curves = compare(run_all(train, manifests, count, arguments.seed, arguments.keep), arguments.seed)
     every = manifests[0]["training"]["every"]
     report(curves, arguments.plot, doc, (f"rounds of {every} local steps", measure))
 
@@ -113,24 +116,33 @@ def report(curves: Curves, plots: Sequence[str], doc: str, axes: tuple[str, str]
         draw(curves, path, doc.partition("\n")[0], axes, at)
 
 
-def run_all(train: Train, manifests: Sequence[Mapping[str, Any]], count: int, seed: int) -> dict[str, list[Any]]:
+def run_directory(keep: str, swarm: str, site: int) -> contextlib.AbstractContextManager[str]:
+    """Return a site's run directory: below ``keep``, or if that is empty one that ends with the block."""
+    return contextlib.nullcontext(f"{keep}/{swarm}/site-{site}") if keep else tempfile.TemporaryDirectory()
+
+
+def run_all(
+    train: Train, manifests: Sequence[Mapping[str, Any]], count: int, seed: int, keep: str = ""
+) -> dict[str, list[Any]]:
     """Run each swarm with all its sites as processes; return the sites' results by the name of the manifest."""
     found: dict[str, list[Any]] = {}
     spawn = multiprocessing.get_context("spawn")
     with spawn.Manager() as manager, spawn.Pool(count) as pool:
         for manifest in map(Manifest.model_validate, manifests):
-            run = functools.partial(run_site, train, manifest, manager.Queue(), seed, count)
+            run = functools.partial(run_site, train, manifest, manager.Queue(), seed, count, keep)
             found[manifest.name] = [
                 result for _, result in sorted(pool.imap_unordered(run, range(count)), key=itemgetter(0))
             ]
     return found
 
 
-def run_site(train: Train, manifest: Manifest, links: Queue[str], seed: int, count: int, site: int) -> tuple[int, Any]:
+def run_site(
+    train: Train, manifest: Manifest, links: Queue[str], seed: int, count: int, keep: str, site: int
+) -> tuple[int, Any]:
     """Run one site; return its number and its result. Site 0 starts the swarm, and the others join it."""
     torch.set_num_threads(1)
     with (
-        tempfile.TemporaryDirectory() as folder,
+        run_directory(keep, manifest.name, site) as folder,
         Swarm.create(manifest, run_dir=folder, listen=LOOPBACK)
         if site == 0
         else Swarm.join(links.get(), run_dir=folder, listen=LOOPBACK) as swarm,

@@ -20,10 +20,10 @@ from p2ptrain.status.formats import human_bytes, human_count
 from p2ptrain.training.checkpoints.stage_list import read_stage_list
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
-    from p2ptrain.averaging.protocol.certificate import Head
     from p2ptrain.training.checkpoints.files import CheckpointInfo, LoadedCheckpoint
+    from p2ptrain.training.state.layout import Layout
 
 _STAGE_FOLDER = re.compile(rf"stage-\d+|{TIED_FOLDER}")
 _NAME = re.compile(r"\d+-round-\d+")
@@ -113,46 +113,60 @@ def _completeness(path: Path, paths: Sequence[Path]) -> str:
 
 
 def export(path: Path, arguments: argparse.Namespace) -> tuple[Manifest, dict[str, CheckpointInfo]]:
-    """Write the model of one checkpoint, and return its swarm's manifest and its description.
+    """Write the model of one checkpoint, and return its swarm's manifest and the checkpoint.
 
-    ``arguments`` are the command's. The description stands under an empty name.
+    ``arguments`` are the command's. The checkpoint stands under an empty name. A model that transformers does not know
+    is written as tensors alone, with their names in the module.
 
     Raises:
-        CheckpointError: It is damaged.
+        CheckpointError: It is damaged, or does not name the tensors.
         ConfigError: The manifest is missing.
         IncompatibleError: It is of another swarm or model.
     """
-    from p2ptrain.models import export_hugging_face
+    from p2ptrain.models import export_hugging_face, export_tensors, has_hugging_face_form
     from p2ptrain.models.pretrained import local_tokenizer
-    from p2ptrain.training.checkpoints.files import describe_checkpoint
-
-    model, manifest, head = read_model(path, arguments.manifest)
-    tokenizer, output = local_tokenizer(manifest, arguments.weights, arguments.allow_path or ()), arguments.output
-    with bars(f"writing {output}", ""):
-        export_hugging_face(model, manifest.model, output, tokenizer)
-    print(f"wrote {output}: round {head.round}, digest {head.digest.hex()[:8]}")
-    return manifest, {"": describe_checkpoint(path)}
-
-
-def read_model(path: Path, manifest_file: Path | None) -> tuple[nn.Module, Manifest, Head]:
-    """Return the model of one checkpoint, its swarm's manifest, and its head; raises as `export`."""
-    from p2ptrain.models import build_model
     from p2ptrain.training.checkpoints.files import load_checkpoint
-    from p2ptrain.training.state.layout import Layout
+    from p2ptrain.training.checkpoints.saving import saved_layout
 
     checkpoint = load_checkpoint(path, bars)
-    manifest = _manifest_of(checkpoint, manifest_file)
+    head, manifest, output = checkpoint.head, _manifest_of(checkpoint, arguments.manifest), arguments.output
+    if has_hugging_face_form(manifest.model):
+        model = _build(checkpoint, manifest)
+        tokenizer = local_tokenizer(manifest, arguments.weights, arguments.allow_path or ())
+        with bars(f"writing {output}", ""):
+            export_hugging_face(model, manifest.model, output, tokenizer)
+    else:
+        export_tensors(_tensors(checkpoint, saved_layout(checkpoint)), output)
+    print(f"wrote {output}: round {head.round}, digest {head.digest.hex()[:8]}")
+    return manifest, {"": checkpoint}
+
+
+def read_model(path: Path) -> nn.Module:
+    """Return the model of one checkpoint; raises as `export`."""
+    from p2ptrain.training.checkpoints.files import load_checkpoint
+
+    checkpoint = load_checkpoint(path, bars)
+    return _build(checkpoint, _manifest_of(checkpoint, None))
+
+
+def _build(checkpoint: LoadedCheckpoint, manifest: Manifest) -> nn.Module:
+    """Return the manifest's model with the values of a checkpoint."""
+    from p2ptrain.models import build_model
+    from p2ptrain.training.state.layout import Layout
+
     model = build_model(manifest.model)
     layout = Layout.from_module(model, "", manifest.private.personal if manifest.private else ())
-    vector = checkpoint.tensors[0][1]
-    if vector.shape != (layout.num_values,):
-        raise IncompatibleError(f"{path} holds another model than its manifest names: give --manifest")
-    layout.write(vector, model)
+    if checkpoint.tensors[0][1].shape != (layout.num_values,):
+        raise IncompatibleError(f"{checkpoint.path} holds another model than its manifest names: give --manifest")
+    model.load_state_dict(_tensors(checkpoint, layout), strict=False)  # A tied tensor has one of its names.
+    return model
+
+
+def _tensors(checkpoint: LoadedCheckpoint, layout: Layout) -> dict[str, Tensor]:
     try:
-        layout.write_personal(checkpoint.local, model)
+        return layout.tensors(checkpoint.tensors[0][1], checkpoint.local)
     except ValueError as error:
-        raise CheckpointError(f"{path}: {error}: export another checkpoint of this site") from error
-    return model, manifest, checkpoint.head
+        raise CheckpointError(f"{checkpoint.path}: {error}: export another checkpoint of this site") from error
 
 
 def _manifest_of(checkpoint: LoadedCheckpoint, given: Path | None) -> Manifest:

@@ -83,13 +83,15 @@ def read_stages(
 
 
 def _write(values: dict[str, torch.Tensor], manifest: Manifest, output: Path, arguments: argparse.Namespace) -> None:
-    from p2ptrain.models import build_model, export_hugging_face
+    from p2ptrain.models import build_model, export_hugging_face, export_tensors, has_hugging_face_form
     from p2ptrain.models.adapters import export_adapters
     from p2ptrain.models.pretrained import local_tokenizer
 
     if manifest.lora is not None:
         _, _, place = manifest.model.weights.partition(":")
         return export_adapters(values, manifest.model, manifest.lora, output, place.partition("@")[0] or None)
+    if not has_hugging_face_form(manifest.model):
+        return export_tensors(values, output)
     tokenizer = local_tokenizer(manifest, arguments.weights, arguments.allow_path or ())
     model = build_model(manifest.model)
     model.load_state_dict(values)

@@ -7,6 +7,7 @@ without room for a model can refuse it at once. Every function with a ``spec`` r
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,14 +19,15 @@ from p2ptrain.models.family import Family
 from p2ptrain.progress import Progress, no_progress
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
     from p2ptrain.models.stage import Stage
 
 __all__ = [
     "FAMILIES", "Block", "Family", "Span", "blank_stage", "build_model", "build_stage", "check_reads_text",
-    "estimate_memory_bytes", "estimate_serving_bytes", "export_hugging_face", "get_family", "model_blocks",
-    "num_parameters", "trained_bytes", "whole",
+    "estimate_memory_bytes", "estimate_serving_bytes", "export_hugging_face", "export_tensors", "get_family",
+    "has_hugging_face_form", "model_blocks", "num_parameters", "trained_bytes", "whole",
 ]  # fmt: skip
 
 FAMILIES = Extensions(
@@ -186,6 +188,19 @@ def blank_stage(spec: ModelSpec, span: Span) -> Stage:
     return stage.to_empty(device="cpu")
 
 
+def has_hugging_face_form(spec: ModelSpec) -> bool:
+    """True if transformers has such models; others are exported by `export_tensors` alone."""
+    return spec.family != "custom" and type(get_family(spec)).hugging_face is not Family.hugging_face
+
+
+def export_tensors(tensors: Mapping[str, torch.Tensor], directory: Path) -> None:
+    """Write ``model.safetensors`` into a folder; an existing one is replaced."""
+    from safetensors.torch import save_file
+
+    directory.mkdir(parents=True, exist_ok=True)
+    save_file(dict(tensors), directory / "model.safetensors", metadata={"format": "pt"})
+
+
 def export_hugging_face(model: nn.Module, spec: ModelSpec, directory: Path, tokenizer: str = "bytes") -> None:
     """Write a folder that transformers loads with ``from_pretrained``, with the tokenizer of a language model.
 
@@ -197,7 +212,6 @@ def export_hugging_face(model: nn.Module, spec: ModelSpec, directory: Path, toke
         ConfigError: The tokenizer cannot be read.
     """
     import torch
-    from safetensors.torch import save_file
     from transformers.generation.configuration_utils import GenerationConfig
 
     from p2ptrain.models.tokenizers import byte_tokenizer, load_pretrained_tokenizer
@@ -208,8 +222,7 @@ def export_hugging_face(model: nn.Module, spec: ModelSpec, directory: Path, toke
     settings: Any = family.hugging_face(spec)
     settings.dtype = torch.float32
     state = {name: value.detach().to("cpu", torch.float32).contiguous() for name, value in model.state_dict().items()}
-    directory.mkdir(parents=True, exist_ok=True)
-    save_file(state, directory / "model.safetensors", metadata={"format": "pt"})
+    export_tensors(state, directory)
     if family.reads_text:
         is_bytes = tokenizer == "bytes"
         exporter = byte_tokenizer(spec.context) if is_bytes else load_pretrained_tokenizer(tokenizer)

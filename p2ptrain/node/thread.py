@@ -10,7 +10,7 @@ from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from p2ptrain.manifest import Manifest, SignedManifest
+from p2ptrain.manifest import SIGNED_FILE, Manifest, SignedManifest
 from p2ptrain.network.admission import Issuer
 from p2ptrain.network.identity import IDENTITY_FILE, Identity
 from p2ptrain.network.libp2p.settings import Libp2pSettings
@@ -143,6 +143,8 @@ class PeerThread:
             options = PeerOptions("trainer", name, "cpu", run_dir, network, invite=invite, policy=rules)
             self.peer = self.thread.call(Peer.start(identity, options, runtime, link=parsed, signed=signed))
             resources.callback(lambda: self.thread.call(self.peer.close()))
+            if run_dir is not None:
+                self.peer.signed.keep(run_dir / SIGNED_FILE)
             self.thread.call(self._vote())
             lock.pop_all()
             self.close = resources.pop_all().close

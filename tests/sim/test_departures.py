@@ -1,5 +1,6 @@
 """Sites whose policy says what may leave, and whose logs say what did."""
 
+import json
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from p2ptrain.manifest import AdmissionSpec, PrivateSpec, SecureAggregationSpec
 from p2ptrain.network.simulated import SimulatedNetwork
 from p2ptrain.network.simulated.network import SimulatedSigner
 from p2ptrain.node.site.chain import read_chain
+from p2ptrain.node.site.site_reports import SITES_FILE
 from tests.support.coroutines import simulated
 from tests.support.sim.product_peers import Begin, ProductSwarm
 
@@ -86,6 +88,9 @@ async def test_a_policy_keeps_loss_and_measurements_out_of_all_records(network: 
     assert told
     assert set(told) == {(None, None)}
     assert all(trainer.progress.loss is not None for trainer in sites.trainers.values())
+    for name in SITES:
+        lines = [json.loads(line) for line in (sites.folder / name / SITES_FILE).read_text().splitlines()]
+        assert {(each["evaluation"], each["privacy"]) for each in lines} == {(None, None)}, "and of the model cards"
 
 
 @simulated(seed=7)

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 from p2ptrain.manifest import SIGNED_FILE
 from tests.support.processes.daemons import ROOT
@@ -53,4 +54,7 @@ def test_a_swarm_trains_with_its_family_codec_and_rule(installed: Path, tmp_path
     assert "all equal" in told
     assert "checkpoint export" not in told, "transformers has no such model"
     assert "generate LINK" not in told, "it cannot be served"
+    run(installed, "-m", "p2ptrain", "checkpoint", "export", str(tmp_path / "trainer-1"), str(tmp_path / "model"))
+    assert "model.load_state_dict(load_file('model.safetensors')" in (tmp_path / "model" / "README.md").read_text()
+    assert "blocks.0.weight" in load_file(tmp_path / "model" / "model.safetensors")
     assert b"lab-plugin==1.0" in next(tmp_path.rglob(SIGNED_FILE)).read_bytes()

@@ -2,10 +2,11 @@
 
 Look after the checkpoints of a peer. A path is a checkpoint's folder, a folder of checkpoints, or a peer's run
 directory; where one checkpoint is needed, the newest is taken. 'export' writes a Hugging Face folder that
-from_pretrained loads, with a model card (README.md): what the checkpoint, the manifest and the peer's metrics tell of
-the model, and how to load it. Files that are in the folder already are replaced. Of a model in stages it takes a folder
-with the run directories of a host of each stage, and the newest round that is complete: of which a host heard that all
-stages had saved it, and with which digests.
+from_pretrained loads; of a model that transformers does not know, such as a script's own, model.safetensors with the
+tensors of its state_dict. Beside it is a model card (README.md): what the checkpoint, the manifest and the run
+directory tell of the model, and how to load it. Files that are there already are replaced. Of a model in stages it
+takes a folder with the run directories of a host of each stage, and the newest round that is complete: of which a host
+heard that all stages had saved it, and with which digests.
 """
 
 from __future__ import annotations

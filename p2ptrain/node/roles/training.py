@@ -59,6 +59,8 @@ async def start_training(
     if saver is not None and checkpoint is not None:
         await compute(saver.restore, checkpoint)
         logger.info("restored round %d from %s", checkpoint.head.round, checkpoint.path)
+    if (reports := peer.held.departures.reports) is not None:
+        peer.presence.listeners.append(reports.learn)
     peer.set_state("syncing")
     await check_agreement(peer.rpc, state, peer.membership.alive_trainers())
     await find_the_others(peer.presence, synchronizer, optimizer.work)

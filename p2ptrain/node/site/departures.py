@@ -18,6 +18,7 @@ from p2ptrain.network.records.record import PeerRecord
 from p2ptrain.node.options import PeerOptions
 from p2ptrain.node.site.chain import Chain
 from p2ptrain.node.site.policy import SitePolicy
+from p2ptrain.node.site.site_reports import SITES_FILE, SiteReports
 from p2ptrain.runtime import Runtime
 from p2ptrain.signing import Signer
 
@@ -31,15 +32,24 @@ class Departures:
 
     The log has an entry ``joined``, for each attempt ``sending`` (before it) and ``sent`` (after it), and ``closed``.
     An attempt without ``sent`` was cut by a crash: all of it may have left.
+
+    Attributes:
+        reports: What all sites told, for the model card; None without a log.
     """
 
     def __init__(
-        self, manifest: Manifest, policy: SitePolicy | None, chain: Chain | None = None, rounds: Collection[int] = ()
+        self,
+        manifest: Manifest,
+        policy: SitePolicy | None,
+        chain: Chain | None = None,
+        rounds: Collection[int] = (),
+        reports: SiteReports | None = None,
     ) -> None:
         """``rounds`` are those of earlier runs in which the site contributed."""
         self._manifest = manifest
         self._policy = policy
         self._chain = chain
+        self.reports = reports
         self._rounds = set(rounds)
         self._metrics: dict[str, Any] = {}
         self._tensors = ""
@@ -63,7 +73,9 @@ class Departures:
             return cls(manifest, policy)
         run_dir.mkdir(parents=True, exist_ok=True)
         chain, entries = Chain.go_on(run_dir / LOG_FILE, signer, runtime.now)
-        departures = cls(manifest, policy, chain, {each["round"] for each in entries if each["what"] == "sending"})
+        rounds = {each["round"] for each in entries if each["what"] == "sending"}
+        reports = SiteReports(run_dir / SITES_FILE, signer.peer_id if policy is not None else "")
+        departures = cls(manifest, policy, chain, rounds, reports)
         departures.last_round(0)
         return departures
 
@@ -119,6 +131,8 @@ class Departures:
 
     def close(self) -> None:
         """Log the end, and tell the hash of the last line, so that a later cut of the log can be proved."""
+        if self.reports is not None:
+            self.reports.writer.close()
         if self._chain is not None and self._tensors:
             self._log("closed")
             logger.info("%s: %d entries, head %s", self._chain.path, self._chain.size, self._chain.head)

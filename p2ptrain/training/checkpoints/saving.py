@@ -19,7 +19,8 @@ import torch
 
 from p2ptrain.errors import CheckpointError, IntegrityError, ResourceError
 from p2ptrain.training.checkpoints import SavePolicy
-from p2ptrain.training.checkpoints.files import LoadedCheckpoint, save_checkpoint
+from p2ptrain.training.checkpoints.files import CheckpointInfo, LoadedCheckpoint, save_checkpoint
+from p2ptrain.training.state.layout import Layout
 from p2ptrain.training.state.shared_state import SharedState
 
 if TYPE_CHECKING:
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+LAYOUT = "layout"
+"""Key of the description of the model's tensors, by which a checkpoint is exported without the model's code."""
 OPTIMIZER = "optimizer"
 """Prefix of the names of the inner optimizer's tensors."""
 
@@ -155,6 +158,7 @@ class Saver:
             self._writer.shutdown()
 
     def _write(self, head: Any, tensors: Any, local: dict[str, torch.Tensor], extra: dict[str, Any]) -> Path:
+        extra = {**extra, LAYOUT: self._synchronizer.state.layout.describe()}
         with self._disk:
             return save_checkpoint(
                 self._directory, head=head, tensors=tensors, local=local, extra=extra, swarm=self._swarm,
@@ -201,6 +205,17 @@ def restore_shared(state: SharedState, checkpoint: LoadedCheckpoint) -> None:
     state.replace(checkpoint.tensors, checkpoint.head)
     if state.tree().root != checkpoint.head.digest:
         raise IntegrityError(f"the state in {checkpoint.path} does not have its digest: delete that checkpoint")
+
+
+def saved_layout(checkpoint: CheckpointInfo) -> Layout:
+    """Return the layout of the model in a checkpoint; raise `CheckpointError` if it does not hold it."""
+    try:
+        return Layout.of_description(checkpoint.extra[LAYOUT])
+    except (KeyError, ValueError) as error:
+        raise CheckpointError(
+            f"{checkpoint.path} does not name the tensors of its model, because an earlier version saved it: start the"
+            " script again, which saves when it ends"
+        ) from error
 
 
 def _is_finite(what: str, tensors: dict[str, torch.Tensor]) -> bool:

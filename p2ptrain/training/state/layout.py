@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
 from itertools import accumulate
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -90,8 +90,8 @@ class Layout:
         self.personal = personal
         self.num_values = sum(entry.num_values for entry in entries)
         self.num_parameters = sum(entry.num_values for entry in entries if entry.kind == "param")
-        described = [[e.kind, e.name, list(e.shape), str(e.dtype).removeprefix("torch.")] for e in entries]
-        self.fingerprint = hashlib.sha256(b"p2ptrain layout 2" + json.dumps([described, rule]).encode()).digest()
+        described = json.dumps([_describe(entries), rule]).encode()
+        self.fingerprint = hashlib.sha256(b"p2ptrain layout 2" + described).digest()
 
     @classmethod
     def from_module(cls, module: nn.Module, rule: str = "", personal: Sequence[str] = ()) -> Layout:
@@ -122,6 +122,19 @@ class Layout:
             raise ValueError(f"private.personal: {min(unmatched)!r} matches no trained tensor of this model")
         return cls(tuple(entries), rule, tuple(kept))
 
+    def describe(self) -> list[list[list[Any]]]:
+        """Return kind, name, shape and dtype of the shared and of the personal tensors, as JSON holds them."""
+        return [_describe(self.entries), _describe(self.personal)]
+
+    @classmethod
+    def of_description(cls, described: Any) -> Layout:
+        """Return the layout of a description by `describe`; raise `ValueError` if it is none."""
+        try:
+            shared, personal = map(_entries_of, described)
+        except (TypeError, AttributeError) as error:
+            raise ValueError(f"no description of tensors: {error}") from error
+        return cls(shared, "", personal)
+
     @property
     def parameter_entries(self) -> tuple[Entry, ...]:
         return tuple(entry for entry in self.entries if entry.kind == "param")
@@ -139,14 +152,18 @@ class Layout:
     @torch.no_grad()
     def write_personal(self, tensors: Mapping[str, Tensor], module: nn.Module) -> None:
         """Copy the output of `read_personal` into the module; raise `ValueError` if a tensor is missing or differs."""
-        found = []
-        for entry, live in self._bind(module, self.personal):
-            tensor = tensors.get(f"{PERSONAL}{entry.kind}.{entry.name}")
-            if tensor is None or tensor.shape != live.shape:
-                raise ValueError(f"the personal tensor {entry.name} is missing, or has another shape")
-            found.append((live, tensor))
+        found = [(live, _personal(tensors, entry)) for entry, live in self._bind(module, self.personal)]
         for live, tensor in found:
             live.copy_(tensor)
+
+    def tensors(self, vector: Tensor, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return all tensors by name, in their dtypes: the shared ones of a vector, and the personal ones of ``own``.
+
+        ``own`` is the output of `read_personal`. Raises `ValueError` if one of them is missing or differs.
+        """
+        self._check_vector(vector)
+        shared = {entry.name: _values(entry, vector).to(entry.dtype) for entry in self.entries}
+        return shared | {entry.name: _personal(own, entry) for entry in self.personal}
 
     @cached_property
     def whole(self) -> Fragment:
@@ -170,8 +187,7 @@ class Layout:
         self._check_vector(vector)
         entries = tuple(entry for entry in self.entries if kind in (None, entry.kind))
         for entry, tensor in self._bind(module, entries):
-            values = vector[entry.offset : entry.end].view(entry.shape)
-            tensor.copy_(_to_integers(values, entry.dtype) if entry.integral else values)
+            tensor.copy_(_values(entry, vector))
 
     @torch.no_grad()
     def round_integers(self, vector: Tensor) -> None:
@@ -299,6 +315,32 @@ def _block(name: str) -> str:
     parts = name.split(".")
     numbers = [place for place, part in enumerate(parts[:-1]) if part.isdecimal()]
     return ".".join(parts[: numbers[0] + 1]) if numbers else ""
+
+
+def _describe(entries: Sequence[Entry]) -> list[list[Any]]:
+    return [[e.kind, e.name, list(e.shape), str(e.dtype).removeprefix("torch.")] for e in entries]
+
+
+def _entries_of(described: list[list[Any]]) -> tuple[Entry, ...]:
+    entries: list[Entry] = []
+    for kind, name, shape, dtype in described:
+        if not isinstance(type_ := getattr(torch, dtype), torch.dtype):
+            raise TypeError(f"{dtype} is no dtype")
+        entries.append(Entry(str(name), tuple(map(int, shape)), type_, kind, entries[-1].end if entries else 0))
+    return tuple(entries)
+
+
+def _values(entry: Entry, vector: Tensor) -> Tensor:
+    """Return a tensor's values in the vector; integers in its dtype."""
+    values = vector[entry.offset : entry.end].view(entry.shape)
+    return _to_integers(values, entry.dtype) if entry.integral else values
+
+
+def _personal(tensors: Mapping[str, Tensor], entry: Entry) -> Tensor:
+    tensor = tensors.get(f"{PERSONAL}{entry.kind}.{entry.name}")
+    if tensor is None or tensor.shape != entry.shape:
+        raise ValueError(f"the personal tensor {entry.name} is missing, or has another shape")
+    return tensor
 
 
 def _parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -5,11 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from p2ptrain.cli.main import main
 from p2ptrain.manifest import SignedManifest
-from p2ptrain.models import build_stage
+from p2ptrain.models import Family, build_model, build_stage
+from p2ptrain.models.families.llama import Llama
 from p2ptrain.network.identity import Identity
 from p2ptrain.pipeline.checkpoints.saving import unit_folder
 from p2ptrain.pipeline.plan import PipelinePlan
@@ -65,6 +67,15 @@ def export(runs: Path, *options: str) -> int:
 def values(runs: Path) -> set[float]:
     model = AutoModelForCausalLM.from_pretrained(runs.parent / "model")
     return {value for parameter in model.parameters() for value in parameter.detach().flatten().tolist()}
+
+
+def test_a_family_that_transformers_does_not_have_becomes_tensors(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Llama, "hugging_face", Family.hugging_face)
+    assert export(runs) == 0
+    found = load_file(runs.parent / "model" / "model.safetensors")
+    assert found.keys() == build_model(PLAN.manifest.model).state_dict().keys()
+    assert {value for tensor in found.values() for value in tensor.flatten().tolist()} == {0.5}
+    assert "load_file('model.safetensors')" in (runs.parent / "model" / "README.md").read_text()
 
 
 def test_the_newest_complete_round_becomes_the_model(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,6 +17,7 @@ from p2ptrain.models import build_model, export_hugging_face
 from p2ptrain.models.adapters import adapter_shapes, export_adapters
 from p2ptrain.monitor.card import CARD_FILE, MAX_NAMED_PEERS, Exported, card, write_card
 from p2ptrain.monitor.report import METRICS
+from p2ptrain.node.site.site_reports import SITES_FILE
 from p2ptrain.training.checkpoints.files import CheckpointInfo
 
 SMALL = ModelSpec(layers=1, hidden=16, heads=2, intermediate=32, context=32)
@@ -51,10 +52,10 @@ def snippet(text: str) -> str:
     return text.partition("```python\n")[2].partition("```")[0]
 
 
-def write_metrics(folder: Path, *lines: dict[str, Any]) -> None:
+def write_metrics(folder: Path, *lines: dict[str, Any], name: str = METRICS) -> None:
     folder.mkdir(exist_ok=True)
     text = "".join(json.dumps({"time": number, "kind": "held_out", **line}) + "\n" for number, line in enumerate(lines))
-    (folder / METRICS).write_text(text)
+    (folder / name).write_text(text)
 
 
 def test_it_tells_what_manifest_and_checkpoint_hold() -> None:
@@ -159,13 +160,57 @@ def test_a_hostile_text_stays_within_its_cell() -> None:
     assert row(text, "text") == "path:/a'/<img src=x>/'[x](http://192.0.2.1) \\xe9"
 
 
-def test_the_card_of_a_private_swarm_names_no_text_and_no_tokens(tmp_path: Path) -> None:
-    write_metrics(tmp_path / "peer", {"round": 42, "loss": 1.5, "windows": 128, "state": "shared"})
+def test_the_card_of_a_private_swarm_names_no_text_no_tokens_and_no_metrics_of_a_site(tmp_path: Path) -> None:
+    write_metrics(tmp_path / "peer", {"round": 42, "loss": 1.5, "windows": 100, "state": "shared"})
     text = write(tmp_path, tmp_path / "peer", private=PrivateSpec(), data=DataSpec(source="own"))
     assert row(text, "text") == "each peer's own"
+    assert row(text, "sites") == "2"
     assert "tokens read" not in text
-    assert "On text of its own that one peer held out, these weights" in text
+    assert "1.5" not in text
+    assert "Evaluation" not in text
     assert "| privacy |" not in text
+
+
+def report(peer: str, round: int, mean: object, metric: str = "loss", **values: Any) -> dict[str, Any]:
+    evaluation = {"metric": metric, "round": round, "mean": mean, "error": 0.1, "samples": 4, **values}
+    return {"kind": "site", "peer": peer, "round": round, "evaluation": evaluation, "privacy": None}
+
+
+def write_sites(folder: Path, *lines: dict[str, Any]) -> list[str]:
+    """Return the rows of measurements, and those of privacy, in the card of a private swarm whose sites told these."""
+    write_metrics(folder / "peer", *lines, name=SITES_FILE)
+    text = write(folder, folder / "peer", private=PrivateSpec(), data=DataSpec(source="own"))
+    told = text.partition("## Load it")[2].partition("## Training")[0]
+    return [line for line in told.splitlines() if line.startswith(("| `", "| 2 sites"))]
+
+
+def test_sites_are_listed_below_what_they_measured_together_up_to_the_round(tmp_path: Path) -> None:
+    assert write_sites(
+        tmp_path, report("QmOne", 40, 3.0), report("QmOne", 41, 1.0), report("QmOne", 43, 9.0),
+        report("QmTwo", 42, 2.0, samples=12, error=None), report("QmStranger", 42, 7.0),
+        report("QmTwo", 42, 0.5, "a|b`\n", samples=2), report("QmTwo", 42, "x"), {"kind": "site", "peer": 1},
+    ) == [
+        "| 2 sites | `loss` | 1.750 | 16 | 41 |",
+        "| `QmOne` | `loss` | 1.000 ± 0.196 | 4 | 41 |",
+        "| `QmTwo` | `loss` | 2.000 | 12 | 42 |",
+        "| `QmTwo` | `a/b'\\n` | 0.500 ± 0.196 | 2 | 42 |",
+    ]  # fmt: skip
+
+
+def test_what_a_site_no_longer_tells_is_not_told(tmp_path: Path) -> None:
+    kept = {"kind": "site", "peer": "QmOne", "round": 43, "evaluation": None, "privacy": None}
+    assert write_sites(tmp_path, with_privacy(report("QmOne", 41, 1.0)), report("QmTwo", 41, 2.0), kept) == [
+        "| `QmTwo` | `loss` | 2.000 ± 0.196 | 4 | 41 |"
+    ]
+
+
+def with_privacy(line: dict[str, Any], epsilon: float = 1.5) -> dict[str, Any]:
+    return {**line, "privacy": {"epsilon": epsilon, "limit": 8.0, "delta": 1e-5}}
+
+
+def test_each_site_s_epsilon_is_that_by_the_round(tmp_path: Path) -> None:
+    lines = [with_privacy(report("QmOne", each, 1.0), each / 10) for each in (40, 41, 43)]
+    assert "| `QmOne` | ε 4.10 of 8, δ 1e-05 | 41 |" in write_sites(tmp_path, *lines)
 
 
 def test_the_card_names_the_bound_of_differential_privacy() -> None:

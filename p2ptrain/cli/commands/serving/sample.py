@@ -57,7 +57,7 @@ def _load(run_dir: Path, name: str, manifest: Manifest) -> torch.nn.Module:
     from p2ptrain.models import build_model
 
     if not manifest.in_stages:
-        return read_model(find_checkpoints(run_dir / name)[-1], None)[0]
+        return read_model(find_checkpoints(run_dir / name)[-1])
     model = build_model(manifest.model)
     model.load_state_dict(read_stages(find_stage_checkpoints(run_dir), manifest, by_round=False)[0])
     return model

@@ -11,7 +11,7 @@ import torch
 from p2ptrain.errors import CheckpointError, IntegrityError
 from p2ptrain.training.checkpoints import SavePolicy
 from p2ptrain.training.checkpoints.files import load_newest_valid
-from p2ptrain.training.checkpoints.saving import restore_shared
+from p2ptrain.training.checkpoints.saving import restore_shared, saved_layout
 from tests.support.lone import LonePeer, lone_peer
 from tests.support.processes.worker import loss_of, make_model, make_optimizer
 from tests.support.settings import training_over
@@ -201,3 +201,18 @@ def test_state_that_a_checkpoint_cannot_hold_is_an_error_and_not_a_crash(tmp_pat
 def test_a_policy_out_of_range_is_refused(values: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="save policy"):
         SavePolicy(**values)
+
+
+def test_each_checkpoint_names_the_tensors_of_its_model(tmp_path: Path) -> None:
+    module = make_model(8)
+    with lone_peer(tmp_path, module, make_optimizer(module), every=4) as peer:
+        for save in (peer.saver.save, peer.saver.save_shared):
+            save()
+            checkpoint = load_newest_valid(tmp_path, peer.saver._swarm)
+            assert checkpoint is not None
+            found = saved_layout(checkpoint).tensors(checkpoint.tensors[0][1], checkpoint.local)
+            assert found.keys() == module.state_dict().keys()
+            assert all(torch.equal(found[name], value) for name, value in module.state_dict().items())
+    assert checkpoint is not None
+    with pytest.raises(CheckpointError, match="an earlier version saved it: start the script again"):
+        saved_layout(replace(checkpoint, extra={"steps": 1}))

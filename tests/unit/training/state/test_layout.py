@@ -1,5 +1,8 @@
 """A layout loses nothing on the way from a module to a vector and back, and codecs are laid over its tensors."""
 
+import json
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -147,3 +150,26 @@ def test_biases_norms_and_counters_travel_as_the_manifest_says() -> None:
             assert torch.equal(part, expected.bfloat16().float()), entry.name
         else:
             assert 0 < int((part != 0).sum()) < len(part) / 20, entry.name
+
+
+def test_a_description_gives_the_tensors_back_without_the_module() -> None:
+    module = Everything()
+    module.norm(torch.randn(8, 4))
+    layout = Layout.from_module(module, "", ["norm.running*", "scalar"])
+    vector = layout.new_vector()
+    layout.read(module, vector)
+    again = Layout.of_description(json.loads(json.dumps(layout.describe())))
+    assert (again.fingerprint, again.entries) == (layout.fingerprint, layout.entries)
+    found, state = again.tensors(vector, layout.read_personal(module)), module.state_dict()
+    assert state.keys() - found.keys() == {"second.weight", "frozen.weight", "frozen.bias"}, "tied and frozen ones"
+    for name, tensor in found.items():
+        assert tensor.dtype == state[name].dtype
+        torch.testing.assert_close(tensor, state[name])
+    with pytest.raises(ValueError, match="personal tensor scalar is missing"):
+        again.tensors(vector, {})
+
+
+@pytest.mark.parametrize("described", [None, [], [[], [], []], [[["param", "a", [1], "nn"]], []], [[["param"]], []]])
+def test_what_describes_no_layout_is_refused(described: Any) -> None:
+    with pytest.raises(ValueError, match=r"no description|values to unpack"):
+        Layout.of_description(described)
