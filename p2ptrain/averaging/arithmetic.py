@@ -15,7 +15,7 @@ import torch
 from p2ptrain.averaging.allreduce.bandwidth import share_weights, split_shares
 from p2ptrain.averaging.commit.attempt import lists_parts, mean_codec
 from p2ptrain.averaging.grouping.cells import Cells, Key, delegate_order
-from p2ptrain.averaging.protocol.table import FULL_TRUST
+from p2ptrain.averaging.protocol.table import FULL_TRUST, SLEEP_ROUNDS, draw, stands
 from p2ptrain.averaging.vector.chunks import RangeCheck, chunk_values, cut
 from p2ptrain.averaging.vector.error_feedback import Encoded, feedback_scale
 from p2ptrain.averaging.vector.reduce import EncodedStream, OwnShare
@@ -60,14 +60,35 @@ class RoundMean:
     sent_bytes: Mapping[str, int]
 
 
-def draw_groups(peers: Sequence[str], group_size: int, round_: int, lineage: bytes) -> dict[Key, list[str]]:
+def draw_peers(
+    there: Sequence[str], last: Mapping[str, int], share: float, least: int, round_: int, lineage: bytes
+) -> list[str]:
+    """Return the peers of a round, as a swarm of partial participation draws them.
+
+    Args:
+        there: The peers that can take part.
+        last: By peer: its last round.
+        share: Of the members that are drawn, at least ``least``.
+    """
+    if share == 1:
+        return list(there)
+    awake = frozenset(peer for peer, last_round in last.items() if round_ - last_round <= SLEEP_ROUNDS)
+    drawn = draw(lineage, awake, share, least)
+    undrawn = awake - drawn if stands(drawn, there, least) else frozenset()
+    return [peer for peer in there if peer not in undrawn]
+
+
+def draw_groups(
+    peers: Sequence[str], group_size: int, round_: int, lineage: bytes, present: int = 0
+) -> dict[Key, list[str]]:
     """Return the members of each group on the lowest level, as in a swarm that knows its size.
 
-    A peer whose cell is full is in none: its work waits for the next round.
+    ``present`` is that size, if more peers than these are there. A peer whose cell is full is in none: its work waits
+    for the next round.
     """
     cells, groups = Cells(group_size), dict[Key, list[str]]()
     for peer in delegate_order(lineage, round_, 0, peers):
-        group = groups.setdefault(cells.key_of(Key(round_, lineage, len(peers)), peer), [])
+        group = groups.setdefault(cells.key_of(Key(round_, lineage, present or len(peers)), peer), [])
         if len(group) < group_size:
             group.append(peer)
     return groups

@@ -14,7 +14,7 @@ from p2ptrain.averaging.protocol.anchors import AnchorBook
 from p2ptrain.averaging.protocol.ballots import Ballots
 from p2ptrain.averaging.protocol.certificate import Certificate, Head, genesis
 from p2ptrain.averaging.protocol.seen_votes import SeenVotes
-from p2ptrain.averaging.protocol.table import NO_MEMBERS, Table, founding_table
+from p2ptrain.averaging.protocol.table import NO_MEMBERS, Table, founding_table, stands
 from p2ptrain.errors import IntegrityError
 from p2ptrain.manifest import MAX_ANCHOR_KEYS, AveragingSpec, Manifest, SecureAggregationSpec
 from p2ptrain.network.rpc.endpoint import Rpc
@@ -99,6 +99,7 @@ class PeerContext:
         seen_votes: Those of others.
         sending_log: Of the parts that leave this peer; None if none is kept.
         secure_aggregation: How contributions are masked; None if they are not.
+        participation: Share of the members that are drawn for a round.
     """
 
     rpc: Rpc
@@ -113,6 +114,7 @@ class PeerContext:
     seen_votes: SeenVotes = field(default_factory=SeenVotes)
     sending_log: SendingLog | None = None
     secure_aggregation: SecureAggregationSpec | None = None
+    participation: float = 1.0
 
     @cached_property
     def mask_keys(self) -> MaskKeys | None:
@@ -136,6 +138,17 @@ class PeerContext:
     def genesis(self, digest: bytes) -> Head:
         """Return the head of a new lineage, whose initial state has this digest."""
         return genesis(self.swarm, digest, self.founding)
+
+    def undrawn(self, head: Head) -> frozenset[str]:
+        """Return the members that are not drawn for the round after a head, as all its holders compute them."""
+        return head.table.undrawn(head.lineage, self.participation, self.spec.min_peers)
+
+    def sitting_out(self, head: Head) -> frozenset[str]:
+        """Return the `undrawn`; nobody, if this peer knows that too few of the others are there for a round."""
+        if not (undrawn := self.undrawn(head)):
+            return undrawn
+        there = {self.rpc.peer_id, *self.membership.alive_trainers()}
+        return undrawn if stands(head.table.leading - undrawn, there, self.spec.min_peers) else frozenset()
 
     def certificate(self, raw: bytes) -> Certificate:
         """Return a certificate in wire form, which may come from anybody, with its signatures verified.

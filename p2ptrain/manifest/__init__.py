@@ -482,6 +482,14 @@ class PrivateSpec(Section):
     drift_correction: bool = False
     """Correct each local step by the difference between the site's last update and the swarm's (SCAFFOLD), so that
     unlike sites reach the optimum of all. For ``training.outer = "average"``."""
+    participation: float = Field(1.0, ge=0.01, le=1)
+    """Share of the sites that train in a round, drawn by a hash that all peers know; at least ``averaging.min_peers``.
+    Newcomers and sites that were in none of the last 8 rounds always train. Needs another ``admission.mode`` than
+    ``open``."""
+
+    @property
+    def unused(self) -> set[str]:
+        return super().unused | ({"participation"} if self.participation == 1 else set())
 
 
 class PrivacySpec(Section):
@@ -604,7 +612,7 @@ class Manifest(Section):
         if self.secure_aggregation is not None:
             self._check_secure_aggregation(self.secure_aggregation)
         if self.private is not None:
-            self._check_private()
+            self._check_private(self.private)
         elif self.data.source == "own":
             raise ValueError(
                 'data.source = "own" is private: add a section [private], or name text that all peers have'
@@ -658,7 +666,7 @@ class Manifest(Section):
         if self.in_stages:
             raise ValueError("[secure_aggregation] with a model in stages: hosts of stages see samples; remove one")
 
-    def _check_private(self) -> None:
+    def _check_private(self, spec: PrivateSpec) -> None:
         if self.data.source not in ("own", "custom"):
             raise ValueError(
                 f'[private] with data.source = {self.data.source!r}: set "own" for text that each peer names with'
@@ -668,12 +676,22 @@ class Manifest(Section):
             raise ValueError("[private] with a model in stages: hosts of stages see samples; remove one of them")
         if self.training.every == 1:
             raise ValueError("[private] with training.every = 1: a gradient tells more of samples; set every above 1")
-        training, corrects = self.training, self.private is not None and self.private.drift_correction
+        if spec.participation < 1 and self.admission.mode == "open":
+            raise ValueError(
+                '[private] with participation below 1 and admission.mode = "open": strangers with many identities would'
+                ' be most of a small draw. Set mode = "invite" or "allowlist"'
+            )
+        training, corrects = self.training, spec.drift_correction
         is_plain = training.outer == "average" and training.outer_learning_rate == 1
         if corrects and not (is_plain and training.fragments == 1 and not training.overlap_steps):
             raise ValueError(
                 'private.drift_correction is for training.outer = "average" at outer_learning_rate = 1, with one'
                 " fragment and no overlap_steps"
+            )
+        if corrects and spec.participation < 1:
+            raise ValueError(
+                "private.drift_correction with private.participation below 1: corrections would lead to the sites that"
+                " were drawn, in place of all. Remove one of them"
             )
 
     def to_bytes(self) -> bytes:

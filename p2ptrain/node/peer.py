@@ -146,6 +146,8 @@ class Peer:
         """Publish a farewell and end everything that this peer started; idempotent."""
         await self._tasks.close()
         if self._is_present:
+            if farewell and self.held.synchronizer is not None:
+                await self.held.synchronizer.hand_over()
             self.record.state = "draining"
             await self.presence.close(farewell and self.options.role != "client")
             await self.network.remember_peers()

@@ -78,6 +78,16 @@ class LocalContribution:
     def tokens_of(self, fragment: Fragment) -> int:
         return self.pending[fragment.index] // len(self.pending)
 
+    def stepped(self, keeps_buffers: bool) -> None:
+        """Correct drift after a step of the inner optimizer; with ``keeps_buffers``, set the live buffers back.
+
+        Buffers that layers change would tell of samples under differential privacy.
+        """
+        if keeps_buffers:
+            self.state.layout.write(self.state.vector, self.module, kind="buffer")
+        if self.drift is not None:
+            self.drift.correct(self.module)
+
     def add_step(self, samples: int, tokens: int) -> None:
         self.samples += samples
         self.steps += 1

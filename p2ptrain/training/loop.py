@@ -24,7 +24,7 @@ from p2ptrain.training.data.windows import Sampler
 from p2ptrain.training.evaluate import held_out_loss, language_model_loss
 from p2ptrain.training.metrics import MetricsWriter
 from p2ptrain.training.optimizer import KEEPS_BUDGET, PAUSE_SECONDS, SwarmOptimizer
-from p2ptrain.training.sync.synchronizer import RoundResult
+from p2ptrain.training.sync.synchronizer import NOT_DRAWN, RoundResult
 from p2ptrain.training.worth import WorthAudits
 
 logger = logging.getLogger(__name__)
@@ -133,6 +133,8 @@ class Trainer:
         tokens_before = 0
         while self._goes_on():
             try:
+                if self._sits_out():
+                    continue
                 loss = self._train_step()
             except TemporaryError as error:
                 if not self._stop.is_set():
@@ -201,6 +203,16 @@ class Trainer:
             if not self._stop.is_set():
                 raise
         self._wait_for_a_wish()
+
+    def _sits_out(self) -> bool:
+        """Follow the others for a while if this peer is not drawn for the round in progress; return False if it is."""
+        before, sits_out = self.optimizer.round, self.optimizer.sit_out()
+        if sits_out != (self.progress.note == NOT_DRAWN):
+            self.progress.note = NOT_DRAWN if sits_out else ""
+            self._on_progress(self.progress)
+        if sits_out and self.optimizer.round != before:
+            self._glance()
+        return sits_out
 
     def _wait_for_a_wish(self) -> None:
         self._wake.wait(FOLLOW_SECONDS)

@@ -193,6 +193,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
 
         If the manifest pauses below the minimum of peers, the call waits for more peers, and warns meanwhile. With
         ``overlap_steps`` a due round starts here and runs while the caller computes; a later call applies its result.
+        Where a part of the sites is drawn for a round, the others wait here until they are, and drop this batch.
         A batch whose gradient is not finite takes no step and does not count.
 
         Raises:
@@ -208,12 +209,16 @@ class SwarmOptimizer(torch.optim.Optimizer):
         samples, tokens = self._counted or (self.samples_per_step, self._default_tokens)
         self._counted = None
         self._follow_schedule()
+        if self.sit_out():
+            while self.sit_out():
+                pass
+            if self.site is not None and self.site.privacy is not None:
+                self.site.privacy.clear(self._trained())
+            return loss
         if self.is_spent or self.saves_budget:
             return self._rest(loss)
         if self.site is not None:
-            if self.site.privacy is not None:
-                self.site.privacy.privatise(self._trained())
-            self.site.pull(self.module, self.synchronizer.state)
+            self.site.adjust(self.module, self.synchronizer.state, self._trained())
         limit = self._clip_norm if self._every > 1 and self._clip_norm else math.inf
         if math.isfinite(clip_gradients(self._trained(), limit)):
             self._take_step(samples, tokens)
@@ -284,10 +289,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
             self.work.add_gradients(tokens)
         else:
             self.inner.step()
-            if self.site is not None and self.site.privacy is not None:  # Buffers would tell of samples.
-                self.synchronizer.state.layout.write(self.synchronizer.state.vector, self.module, kind="buffer")
-            if self.work.drift is not None:
-                self.work.drift.correct(self.module)
+            self.work.stepped(keeps_buffers=self.site is not None and self.site.privacy is not None)
         self.work.add_step(samples, tokens if self.site is None else self.site.weight)
         self.total_tokens += tokens
         self.total_steps += 1
@@ -414,6 +416,16 @@ class SwarmOptimizer(torch.optim.Optimizer):
             TemporaryError: The swarm was closed, or its network ended.
         """
         self._bridge.wait(self.synchronizer.follow_swarm(self.work))
+
+    def sit_out(self) -> bool:
+        """Follow the others for a while if this peer is not drawn for the round in progress; return False if it is.
+
+        Raises:
+            TemporaryError: The swarm was closed, or its network ended.
+        """
+        if self.synchronizer.replica.context.participation == 1 or self._running_round is not None:
+            return False
+        return self._bridge.wait(self.synchronizer.sit_out(self.work))
 
     def _check_layout(self) -> None:
         layout = self.synchronizer.state.layout

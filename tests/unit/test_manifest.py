@@ -198,6 +198,14 @@ def test_garbage_is_refused_with_one_line(data: bytes) -> None:
         ({"private": {}, "data": {"source": "own"}, "pipeline": {"stages": 2}}, "hosts of stages see samples"),
         ({"private": {"wieghts": "equal"}}, "did you mean 'weights'"),
         (
+            {"private": {"participation": 0.5}, "data": {"source": "own"}, "admission": {"mode": "open"}},
+            "strangers with many identities would be most of a small draw",
+        ),
+        (
+            {"private": {"participation": 0.5, "drift_correction": True}, "data": {"source": "own"}},
+            "corrections would lead to the sites that were drawn",
+        ),
+        (
             {"secure_aggregation": {}, "averaging": {"aggregation": "median"}},
             "masked updates cannot be judged one by one, and nobody sees a single one. Choose privacy",
         ),
@@ -233,7 +241,7 @@ OUT_OF_BOUNDS: dict[str, tuple[Any, ...]] = {
     "averaging.worker_momentum": (1, -0.1), "pipeline.cuts": ([1.5],),
     "pipeline.stages": (0, 257, "many", 2.5, True), "pipeline.codec": ("topk",), "packages": (["something"],),
     "name": ("",), "model": (3,), "private.weights": ("tokens",), "private.proximal": (-0.1, 1001),
-    "private.personal": ([""], ["x"] * 65), "secure_aggregation.range": (0, 1e7),
+    "private.personal": ([""], ["x"] * 65), "private.participation": (0, 1.1), "secure_aggregation.range": (0, 1e7),
     "secure_aggregation.threshold": (0.5, 1.1), "secure_aggregation.min_contributors": (2, 33),
 }  # fmt: skip
 
@@ -311,6 +319,16 @@ def test_settings_without_a_use_are_neither_on_the_wire_nor_in_a_file(family: st
     assert "secure_aggregation" not in sent
     assert parse_manifest(sent, "a") == manifest
     assert parse_manifest(tomllib.loads(commented_toml(manifest)), "a") == manifest
+
+
+def test_a_swarm_in_which_all_take_part_has_the_id_that_it_had() -> None:
+    values = {"private": {}, "data": {"source": "own"}}
+    sent = parse_manifest(values, "a").to_bytes()
+    assert "participation" not in msgpack.unpackb(sent)["private"]
+    assert parse_manifest(values | {"private": {"participation": 1.0}}, "a").to_bytes() == sent
+    assert msgpack.unpackb(parse_manifest(values | {"private": {"participation": 0.5}}, "a").to_bytes())["private"][
+        "participation"
+    ] == pytest.approx(0.5)
 
 
 def test_settings_of_families_that_are_not_known_here_are_all_kept() -> None:

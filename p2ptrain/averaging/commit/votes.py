@@ -120,11 +120,12 @@ class LightVotes:
             raise IntegrityError("a certificate is of another tree than its lineage has")
         if body.round == 0 and self._waits_for_others(body):
             raise PeerRefusedError(own, "most of the trainers that this peer knows are not on the first roster")
-        signed = certificate.signers.intersection(body.members)
+        signed, undrawn = certificate.signers.intersection(body.members), context.undrawn(moved)
+        is_led = body.levels > 1 or moved.table.is_led_by(signed, undrawn)
         if body.is_reduced:
             if moved.table.is_open:
                 raise PeerRefusedError(own, "among strangers, only members close a round without the others")
-        elif (body.levels == 1 and not moved.table.is_led_by(signed)) or moved.table.leaves_out_most(body.census):
+        elif not is_led or moved.table.leaves_out_most(body.census, undrawn):
             raise PeerRefusedError(own, "too few of the lineage's members are in this result")
         if goes_back:
             if moved.round < context.anchors.last_round:

@@ -277,8 +277,11 @@ class Coordinator:
         peers.discard(self._context.rpc.peer_id)
         if self._position.participates and self._position.is_of(group.key):
             peers.add(self._context.rpc.peer_id)
-        peers -= group.passed
+        peers -= group.passed | self._sitting_out(group.key)
         return sorted({group.slot_of(peer) for peer in peers if self._cells.includes(group.key, peer)})
+
+    def _sitting_out(self, key: Key) -> frozenset[str]:
+        return self._context.sitting_out(self._position.head) if self._position.is_of(key) else frozenset()
 
     def _working(self, group: PendingGroup) -> list[str]:
         """Return the members and newcomers for which a round is closed."""
@@ -323,8 +326,9 @@ class Coordinator:
             return False
         here = {ticket.peer for ticket in tickets}
         able = [each for each in table.electorate if each in here or self._membership.may_answer(each)]
-        can_be_full = len(able) >= table.quorum and not table.leaves_out_most(table.census(tickets, here))
-        can_be_full &= key.level > 0 or table.is_led_by(here)
+        undrawn = self._context.undrawn(self._position.head)
+        can_be_full = len(able) >= table.quorum and not table.leaves_out_most(table.census(tickets, here), undrawn)
+        can_be_full &= key.level > 0 or table.is_led_by(here, undrawn)
         view = table.view(tickets) if tickets else 0
         # Voters that are there may refuse again and again: then every other attempt does without them.
         if can_be_full and (view < ATTEMPTS_BEFORE_REDUCED or view % 2 == 0 or not may_reduce(table, tickets)):
@@ -401,7 +405,7 @@ class Coordinator:
         return leader if is_elsewhere and group.seconds_waiting(now) > PROBE_SECONDS else ""
 
     def _finish(self, group: PendingGroup, expected: list[str], reason: str) -> None:
-        waited_for = {*expected, *self._membership.expected()}
+        waited_for = {*expected, *self._membership.expected()} - self._sitting_out(group.key)
         late = [] if group.key.level else [peer for peer in sorted(waited_for) if peer not in group.members]
         late = [peer for peer in late if self._cells.includes(group.key, peer)]
         members = group.form(lambda tickets: self._is_reduced(group, tickets), self._position.table_of(group.key))

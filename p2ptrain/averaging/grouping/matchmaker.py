@@ -158,6 +158,7 @@ class Matchmaker:
         The group's leader has probed them, but the next round's leader has not, and would wait for dead ones.
         """
         absent = set(self._membership.expected()).difference(members) if key.level == 0 else set()
+        absent -= self._context.sitting_out(self.position.head)
 
         async def ask(peer: str) -> None:
             seconds = silence_seconds(self._spec.grace_seconds, self._context.rpc.dial_seconds.get(peer, 0.0))

@@ -306,7 +306,7 @@ class Standby:
                 return leader
         except (PeerError, DeadlineError) as error:
             self._leaders.unanswered(key, leader, error)
-        others = [peer for peer in self._leaders.membership.expected() if peer != leader]
+        others = sorted({*self._leaders.membership.expected()} - {leader} - context.sitting_out(self._position.head))
         asked = context.runtime.random.sample(others, min(len(others), MAX_ASKED))
         asked = [peer for peer in [leader, *asked] if peer != context.rpc.peer_id]
         return await self._first_to_move(asked, head, seconds)

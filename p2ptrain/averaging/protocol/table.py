@@ -11,10 +11,11 @@ This is reconfiguration as in viewstamped replication (Liskov and Cowling, MIT-C
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 from msgspec import Meta
@@ -191,9 +192,21 @@ class Table:
         row = self.row_of(peer)
         return row.misses if row else 0, rank(peer, lineage, level, cell)
 
-    def is_led_by(self, peers: Collection[str]) -> bool:
-        """True if these are more than a third of the members that may lead, so that one of them is honest."""
-        return not self.leading or 3 * len(self.leading.intersection(peers)) > len(self.leading)
+    def undrawn(self, lineage: bytes, share: float, least: int) -> frozenset[str]:
+        """Return the members that sit out the round after the head of this table.
+
+        Members that sleep come back, and all others take part in a reduced lineage.
+        """
+        draws = share < 1 and not self.is_reduced
+        return self.leading - draw(lineage, self.leading, share, least) if draws else frozenset()
+
+    def is_led_by(self, peers: Collection[str], undrawn: frozenset[str] = frozenset()) -> bool:
+        """True if these are more than a third of the members that may lead, so that one of them is honest.
+
+        A third of all, or of those that are drawn.
+        """
+        leading = (self.leading, self.leading - undrawn)
+        return any(not each or 3 * len(each.intersection(peers)) > len(each) for each in leading)
 
     def view(self, tickets: Iterable[Ticket]) -> int:
         """Return the view of an attempt: the most attempts that a leading member was in.
@@ -397,12 +410,15 @@ class Table:
             and known.isdisjoint(self.banned)
         )  # A newcomer that leaves at once does not join.
 
-    def leaves_out_most(self, census: Census) -> bool:
+    def leaves_out_most(self, census: Census, undrawn: frozenset[str] = frozenset()) -> bool:
         """True if less than half of the awake voters contributed, or a third of the members before any vote.
 
-        Then somebody may keep them out.
+        Then somebody may keep them out. Half of those that are drawn are enough, too.
         """
-        there = [index for index, row in enumerate(self.rows) if not (row.sleeps or row.is_witness)]
+        if undrawn and not self.leaves_out_most(census):
+            return False
+        awake = [index for index, row in enumerate(self.rows) if not (row.sleeps or row.is_witness)]
+        there = [index for index in awake if self.rows[index].peer not in undrawn]
         voters, share = [index for index in there if self.rows[index].votes], 2
         if not voters:
             voters, share = there, 3
@@ -419,6 +435,22 @@ class Table:
 NOTHING_TOLD = Census()
 NO_MEMBERS = Table()
 """Before the first round of a swarm without founders, and in heads without proof."""
+
+
+@lru_cache(maxsize=64)
+def draw(lineage: bytes, members: frozenset[str], share: float, least: int) -> frozenset[str]:
+    """Return the members that take part in the round after a head: a share of them, rounded up, and at least so many.
+
+    Nobody can tell the draw before the round before it has ended, and everybody can then.
+    """
+    order = sorted(members, key=lambda peer: hashlib.sha256(b"p2ptrain draw" + lineage + peer.encode()).digest())
+    return frozenset(order[: max(least, math.ceil(round(share * len(order), 6)))])
+
+
+def stands(drawn: Collection[str], there: Collection[str], least: int) -> bool:
+    """True if half of the ``drawn`` members, and at least ``least``, are ``there``: without these, all take part."""
+    num_there = len(set(drawn).intersection(there))
+    return 2 * num_there >= len(drawn) and num_there >= least
 
 
 def rank(peer: str, lineage: bytes, level: int = 0, cell: int = 0) -> bytes:

@@ -51,6 +51,7 @@ class HeldState:
             founding_of(peer.manifest), ballots_in(peer.runtime.scratch, peer.swarm),
             sending_log=self.departures if self.departures.is_logged else None,
             secure_aggregation=peer.manifest.secure_aggregation,
+            participation=peer.manifest.private.participation if peer.manifest.private else 1.0,
         )  # fmt: skip
 
     async def check_departures(self) -> None:

@@ -47,15 +47,16 @@ class PrivacyBudget:
         loss: What the steps in the file amount to: at least those taken.
     """
 
-    def __init__(self, spec: PrivacySpec, sample_rate: float, path: Path, reserve: int) -> None:
+    def __init__(self, spec: PrivacySpec, sample_rate: float, path: Path | None, reserve: int) -> None:
         """Read the file, if there is one; raise `CheckpointError` if it cannot be read.
 
         Args:
             sample_rate: Probability with which each sample is in a step's batch.
+            path: None counts in memory alone, for a simulation.
             reserve: Steps of one round.
         """
         self._spec, self._path, self._reserve = spec, path, reserve
-        self._history = _read(path)
+        self._history = [] if path is None else _read(path)
         kind = (spec.noise_multiplier, sample_rate)
         if not self._history or (self._history[-1].noise_multiplier, self._history[-1].sample_rate) != kind:
             self._history.append(Steps(*kind))
@@ -96,7 +97,8 @@ class PrivacyBudget:
             self._ahead = min(self._reserve, self.max_steps - now.steps)
             now.steps += self._ahead
             try:
-                replace_file(self._path, msgspec.json.encode(self._history))
+                if self._path is not None:
+                    replace_file(self._path, msgspec.json.encode(self._history))
             except OSError as error:
                 now.steps, self._ahead = now.steps - self._ahead, 0
                 raise ResourceError(

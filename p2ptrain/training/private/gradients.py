@@ -11,6 +11,7 @@ from __future__ import annotations
 import warnings
 from collections import deque
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 from opacus.grad_sample import GradSampleHooks, register_grad_sampler
@@ -18,17 +19,37 @@ from torch import Tensor
 from torch.utils.data import Sampler
 
 from p2ptrain.errors import UsageError
-from p2ptrain.manifest import PrivacySpec
+from p2ptrain.manifest import Manifest, PrivacySpec
 from p2ptrain.models.families.layers import Embedding
-from p2ptrain.training.private.budget import PrivacyBudget
-from p2ptrain.training.private.noise import add_noise, uniform
+from p2ptrain.training.private.budget import PRIVACY_FILE, PrivacyBudget
+from p2ptrain.training.private.noise import Keys, add_noise, fresh_key, uniform
 
 MISMATCH = 0.05
 """Most by which per-sample gradients, summed, may differ from the batch's, in multiples of their norms' sum."""
 
 
+def sample_hooks(module: torch.nn.Module) -> GradSampleHooks:
+    """Return hooks of Opacus, which collect each sample's gradient in backward passes; a module takes them once.
+
+    Raises:
+        UsageError: The model mixes samples, or keeps what it has seen of them in buffers, such as `BatchNorm`.
+    """
+    warnings.filterwarnings("ignore", "Full backward hook is firing")  # As for each layer that reads samples.
+    # GradSampleHooks accepts modules without parameters of their own, such as BatchNorm(affine=False).
+    mixing = [name for name, each in module.named_modules() if isinstance(each, torch.nn.modules.batchnorm._NormBase)]
+    try:
+        if mixing:
+            raise NotImplementedError(f"{mixing[0]} normalises over samples")
+        return GradSampleHooks(module)
+    except NotImplementedError as error:
+        raise UsageError(
+            f"differential privacy needs each sample's gradient, and this model has none: {error}; use GroupNorm or"
+            " LayerNorm in place of BatchNorm"
+        ) from error
+
+
 class PrivateGradients:
-    """Replaces a batch's gradient by a private one. Hooks of Opacus collect the samples' gradients in backward passes.
+    """Replaces a batch's gradient by a private one, computed from the samples' gradients that ``hooks`` collect.
 
     Each sample's gradient takes as much memory as the model's. The loss is a mean over samples, and no layer mixes
     samples. Batches come from `draw`.
@@ -39,35 +60,52 @@ class PrivateGradients:
     """
 
     def __init__(
-        self, module: torch.nn.Module, spec: PrivacySpec, num_samples: int, batch: int, budget: PrivacyBudget
+        self,
+        hooks: GradSampleHooks,
+        spec: PrivacySpec,
+        num_samples: int,
+        batch: int,
+        budget: PrivacyBudget,
+        keys: Keys = fresh_key,
     ) -> None:
         """
         Args:
             num_samples: Training samples, each of which is drawn alike.
             batch: Expected samples of a step.
-
-        Raises:
-            UsageError: The model mixes samples, or keeps what it has seen of them in buffers, such as `BatchNorm`.
+            keys: Of noise and draws.
         """
         self.budget = budget
         self.num_samples = num_samples
         self.rate = min(1.0, batch / num_samples)
         self._clip_norm, self._deviation = spec.clip_norm, spec.noise_multiplier * spec.clip_norm
         self.drawn: deque[int] = deque()
-        warnings.filterwarnings("ignore", "Full backward hook is firing")  # As for each layer that reads samples.
-        # GradSampleHooks accepts modules without parameters of their own, such as BatchNorm(affine=False).
-        mixing = [
-            name for name, each in module.named_modules() if isinstance(each, torch.nn.modules.batchnorm._NormBase)
-        ]
-        try:
-            if mixing:
-                raise NotImplementedError(f"{mixing[0]} normalises over samples")
-            self._hooks = GradSampleHooks(module)
-        except NotImplementedError as error:
+        self._hooks, self._keys = hooks, keys
+
+    @classmethod
+    def open(
+        cls,
+        hooks: GradSampleHooks,
+        manifest: Manifest,
+        num_samples: int,
+        run_dir: Path | None = None,
+        keys: Keys = fresh_key,
+    ) -> PrivateGradients:
+        """Return those of a site, whose budget is kept in ``run_dir``, or in memory alone.
+
+        Raises:
+            UsageError: ``differential_privacy.delta`` is too large for so many samples.
+            CheckpointError: The spent budget cannot be read.
+        """
+        spec, training = manifest.differential_privacy, manifest.training
+        assert spec is not None
+        if spec.delta * num_samples >= 1:
             raise UsageError(
-                f"differential privacy needs each sample's gradient, and this model has none: {error}; use GroupNorm or"
-                " LayerNorm in place of BatchNorm"
-            ) from error
+                f"differential_privacy.delta = {spec.delta:g} and {num_samples} samples: a bound that may fail for one"
+                " sample protects none; set delta below one in the smallest site's samples"
+            )
+        rate, path = min(1.0, training.local_batch / num_samples), run_dir / PRIVACY_FILE if run_dir else None
+        budget = PrivacyBudget(spec, rate, path, training.steps_per_round)
+        return cls(hooks, spec, num_samples, training.local_batch, budget, keys)
 
     # --- batches
 
@@ -76,7 +114,7 @@ class PrivateGradients:
 
         If none is drawn, return sample 0, whose gradient then counts nothing: the step follows noise alone.
         """
-        found: list[int] = torch.nonzero(uniform(self.num_samples) <= self.rate).flatten().tolist()
+        found: list[int] = torch.nonzero(uniform(self.num_samples, self._keys) <= self.rate).flatten().tolist()
         self.drawn.append(len(found))
         return found or [0]
 
@@ -111,7 +149,7 @@ class PrivateGradients:
                 total.add_(part)
         expected = self.rate * self.num_samples
         for parameter, total in zip(parameters, sums, strict=True):
-            add_noise(total, self._deviation)
+            add_noise(total, self._deviation, self._keys)
             parameter.grad = total.div_(expected).to(parameter.dtype)
 
     def clear(self, parameters: list[Tensor]) -> None:

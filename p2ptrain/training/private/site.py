@@ -8,8 +8,11 @@ shared parameters within a round (FedProx, Li et al., arXiv 1812.06127).
 from __future__ import annotations
 
 import logging
+import random
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 import torch
@@ -71,21 +74,20 @@ class Site:
             return site
         if run_dir is None:
             raise UsageError("differential privacy needs a run_dir: what is spent is kept there")
-        if spec.delta * num_samples >= 1:
-            raise UsageError(
-                f"differential_privacy.delta = {spec.delta:g} and {num_samples} samples: a bound that may fail for one"
-                " sample protects none; set delta below one in the smallest site's samples"
-            )
-        try:
-            from p2ptrain.training.private.budget import PRIVACY_FILE, PrivacyBudget
-            from p2ptrain.training.private.gradients import PrivateGradients
-        except ModuleNotFoundError as error:
-            raise UsageError(f"differential privacy needs {error.name}: pip install 'p2ptrain[privacy]'") from error
-        training = manifest.training
-        rate = min(1.0, training.local_batch / num_samples)
-        budget = PrivacyBudget(spec, rate, run_dir / PRIVACY_FILE, training.steps_per_round)
-        logger.info("differential privacy: %s; the budget is for %d steps of this site", budget.loss, budget.max_steps)
-        return replace(site, privacy=PrivateGradients(module, spec, num_samples, training.local_batch, budget))
+        gradients = gradients_module()
+        privacy = gradients.PrivateGradients.open(gradients.sample_hooks(module), manifest, num_samples, run_dir)
+        loss, steps = privacy.budget.loss, privacy.budget.max_steps
+        logger.info("differential privacy: %s; the budget is for %d steps of this site", loss, steps)
+        return replace(site, privacy=privacy)
+
+    def adjust(self, module: torch.nn.Module, state: SharedState, trained: list[torch.Tensor]) -> None:
+        """Make the live gradients of the ``trained`` parameters private, and add the pull.
+
+        Raises as `PrivateGradients.privatise` and `pull`.
+        """
+        if self.privacy is not None:
+            self.privacy.privatise(trained)
+        self.pull(module, state)
 
     @torch.no_grad()
     def pull(self, module: torch.nn.Module, state: SharedState) -> None:
@@ -99,3 +101,35 @@ class Site:
                 raise UsageError(f"private.proximal needs dense gradients, and {entry.name} has sparse ones")
             shared = state.vector[entry.offset : entry.end].view(entry.shape)
             parameter.grad.add_(parameter - shared.to(parameter.device, parameter.dtype), alpha=self.proximal)
+
+
+def simulated_sites(manifest: Manifest, module: torch.nn.Module, seed: int) -> Callable[[str, int], Site]:
+    """Return a function that makes a site of a name and a number of training samples, for a simulation.
+
+    All sites share the model, and so its hooks. Noise and draws follow from the seed, and budgets are in memory alone.
+
+    Raises:
+        UsageError: As `Site.open`; the function raises so, too.
+    """
+    gradients = gradients_module() if manifest.differential_privacy is not None else None
+    hooks = gradients.sample_hooks(module) if gradients is not None else None
+
+    def make(name: str, num_samples: int) -> Site:
+        site = Site.of(manifest.private, num_samples)
+        assert site is not None
+        if gradients is None:
+            return site
+        keys = random.Random(f"{seed} {name}")
+        opened = gradients.PrivateGradients.open(hooks, manifest, num_samples, keys=lambda: keys.randbytes(32))
+        return replace(site, privacy=opened)
+
+    return make
+
+
+def gradients_module() -> ModuleType:
+    """Return `p2ptrain.training.private.gradients`; raise `UsageError` if its package is not installed."""
+    try:
+        from p2ptrain.training.private import gradients
+    except ModuleNotFoundError as error:
+        raise UsageError(f"differential privacy needs {error.name}: pip install 'p2ptrain[privacy]'") from error
+    return gradients

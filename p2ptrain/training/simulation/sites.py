@@ -7,7 +7,7 @@ sites share one copy of the model, which each sets anew before its steps.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -36,17 +36,24 @@ class SimulatedSite:
     """
 
     def __init__(
-        self, name: str, rows: npt.NDArray[np.int64], manifest: Manifest, task: Task, state: SharedState
+        self,
+        name: str,
+        rows: npt.NDArray[np.int64],
+        manifest: Manifest,
+        task: Task,
+        state: SharedState,
+        make_site: Callable[[str, int], Site],
     ) -> None:
-        """The last ``data.held_out_fraction`` of ``rows``, at least two, are held out."""
+        """The last ``data.held_out_fraction`` of ``rows``, at least two, are held out.
+
+        ``make_site`` is called with the name and the number of training samples.
+        """
         held = max(2, round(manifest.data.held_out_fraction * len(rows)))
         self.name = name
         self.train, self.held_out = torch.from_numpy(rows[:-held]), torch.from_numpy(rows[-held:])
         self.personal = state.layout.read_personal(task.model)
         self._task, self._state, self._spec, self._averaging = task, state, manifest.training, manifest.averaging
-        site = Site.of(manifest.private, len(self.train))
-        assert site is not None
-        self._site = site
+        self._site = site = make_site(name, len(self.train))
         self._order = SampleOrder(len(self.train), manifest.data.seed)
         self._wrapped = (
             WrappedOptimizer(task.optimizer(task.model), None, self._spec.clip_norm)
@@ -54,40 +61,58 @@ class SimulatedSite:
             else manifest_optimizer(task.model, self._spec)
         )
         self._trained = [each for group in self._wrapped.optimizer.param_groups for each in group["params"]]
-        self._work = LocalContribution(task.model, state, accumulate=False, inner=self._wrapped.optimizer)
+        self._work = LocalContribution(
+            task.model, state, accumulate=False, inner=self._wrapped.optimizer, corrects_drift=site.corrects_drift
+        )
         codec = vector_codec(self._averaging, state.layout)
         self._feedback = ErrorFeedback(
             state.layout.num_values, codec, self._averaging.feedback_decay, self._averaging.worker_momentum
         )
-        self._counted = False
         self._carry: torch.Tensor | None = None
+        self._live = state.layout.new_vector() if site.corrects_drift else None
         self._steps = 0
 
+    @property
+    def epsilon(self) -> float | None:
+        """The privacy that it has lost; None without differential privacy."""
+        return None if self._site.privacy is None else self._site.privacy.budget.loss.epsilon
+
+    @property
+    def is_spent(self) -> bool:
+        """True once one more step would exceed its privacy budget."""
+        return self._site.privacy is not None and self._site.privacy.budget.is_spent
+
     def step(self, round_: int) -> float:
-        """Take a round's local steps; return the loss of the last.
+        """Take a round's local steps, fewer if the privacy budget ends; return the loss of the last.
 
         Raises:
             DivergedError: A gradient is not finite.
         """
-        task, size = self._task, self._spec.local_batch
+        task, size, privacy = self._task, self._spec.local_batch, self._site.privacy
         self._state.layout.write_personal(self.personal, task.model)
-        self._work.adopt(self._counted, self._carry)
+        self._work.adopt(False, self._carry)
         loss = torch.zeros(())
         for step in range(self._spec.every):
+            if self.is_spent:
+                break
             self._wrapped.rates.set(round_ * self._spec.every + step)
-            rows = self.train[[self._order.at(self._steps * size + row) for row in range(size)]]
+            drawn = None if privacy is None else privacy.draw()
+            rows = self.train[drawn or [self._order.at(self._steps * size + row) for row in range(size)]]
             loss = task.loss(task.model, *(each[rows] for each in task.samples))
             loss.backward()  # type: ignore[no-untyped-call]
-            self._site.pull(task.model, self._state)
+            self._site.adjust(task.model, self._state, self._trained)
             if not math.isfinite(clip_gradients(self._trained, self._spec.clip_norm or math.inf)):
                 raise DivergedError(
                     f"round {round_}: a gradient of {self.name} is not finite: lower training.learning_rate"
                 )
             self._wrapped.optimizer.step()
+            self._work.stepped(keeps_buffers=privacy is not None)
             self._wrapped.optimizer.zero_grad()
             self._work.add_step(size, self._site.weight)
             self._steps += 1
         self.personal = self._state.layout.read_personal(task.model)
+        if self._live is not None:
+            self._state.layout.read(task.model, self._live)
         return float(loss.detach())
 
     def contribute(self) -> Update:
@@ -105,8 +130,15 @@ class SimulatedSite:
         return Update(self.name, update, int(min(self._work.tokens, self._averaging.max_weight)))
 
     def settle(self, encoded: Sequence[Encoded]) -> None:
-        """Record the encoding error of an update that the round counts; without any, carry the update on."""
-        self._counted = bool(encoded)
+        """Record the encoding error and the drift of an update that the state now counts; else, carry it on."""
         if encoded:
             self._carry = None
             self._feedback.update(encoded)
+            if self._live is not None:
+                self._state.layout.write(self._live, self._task.model)
+                self._work.adopt(True, None)
+
+    def sit_out(self) -> None:
+        """Decay what waits for a later round, while a round goes by without this site."""
+        if self._carry is not None:
+            self._carry.mul_(self._averaging.late_decay)

@@ -30,6 +30,11 @@ logger = logging.getLogger(__name__)
 
 MAX_RETRIES = 12
 MAX_REPORTS = 8
+NOT_DRAWN = "not drawn for this round: this site follows the others"
+SIT_OUT_SECONDS = 2.0
+"""Longest wait for the end of a round that this peer is not drawn for, before it looks again."""
+HAND_OVER_SECONDS, HAND_OVER_PAUSE = 20.0, 0.25
+"""Longest wait for sites that sat out a round to fetch its result, before a site that has it leaves; and of a look."""
 CONFLICT_SECONDS = 5.0
 """Pause of each synchronisation while two anchors contradict each other."""
 
@@ -200,6 +205,8 @@ class Synchronizer:
     async def _prepare(self, work: Contribution, before: Head) -> tuple[torch.Tensor, int, int] | RoundResult:
         for _ in range(MAX_RETRIES):
             await self.follow_swarm(work)
+            if self._sits_out():
+                return RoundResult(self.head != before, self.head.round, f"{NOT_DRAWN}, and its work waits")
             self.position.leaves = not self.stays and 0 < self.last_round <= self.head.round + 1
             if 0 < self.last_round <= self.head.round:
                 return RoundResult(self.head != before, self.head.round, "the last round is over")
@@ -268,6 +275,32 @@ class Synchronizer:
         fragment, place = self.state.fragments.of_round(head.round), place_among(head.members, part.peer)
         return ClaimedWork(part, fragment, head.round, head.samples, place)
 
+    # --- rounds of a part of the sites
+
+    async def hand_over(self) -> None:
+        """Before this peer leaves: wait until the others have the last result, which only those drawn held."""
+        if self.replica.context.participation == 1:
+            return
+        for _ in range(int(HAND_OVER_SECONDS / HAND_OVER_PAUSE)):
+            there = self._membership.alive_trainers()
+            if all(each.round >= self.head.round for each in self._membership.records() if each.peer in there):
+                return
+            await asyncio.sleep(HAND_OVER_PAUSE)
+
+    def _sits_out(self) -> bool:
+        context = self.replica.context
+        return context.rpc.peer_id in context.sitting_out(self.head)
+
+    async def sit_out(self, work: Contribution) -> bool:
+        """Follow the others for a while if this peer is not drawn for the round in progress; return False if it is."""
+        if not self._sits_out():
+            return False
+        if source := await self.averager.matchmaker.standby.sit_out(SIT_OUT_SECONDS):
+            await self.catch_up.follow(source, work)
+        else:
+            await self.follow_swarm(work)
+        return True
+
     # --- catching up
 
     def is_behind(self) -> bool:
@@ -304,6 +337,8 @@ class Synchronizer:
                 continue
             if not (anchored or self.position.follows(announced, self._spec)):
                 self.catch_up.find_who_left(record.peer, record.lineage)
+                if self._sits_out():  # Else it would never follow a reduced lineage.
+                    self.averager.matchmaker.start_clock()
             elif self._membership.is_doubted(record.peer):
                 self.catch_up.check_soon(record.peer)
             else:

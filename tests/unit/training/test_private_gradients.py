@@ -15,7 +15,7 @@ from p2ptrain.models.blocks import Span
 from p2ptrain.training.evaluate import language_model_loss
 from p2ptrain.training.private import noise
 from p2ptrain.training.private.budget import PrivacyBudget
-from p2ptrain.training.private.gradients import PrivateGradients
+from p2ptrain.training.private.gradients import PrivateGradients, sample_hooks
 
 SAMPLES, BATCH = 40, 8
 SPEC = PrivacySpec(epsilon=8.0, delta=1e-3, clip_norm=0.5, noise_multiplier=1.0)
@@ -31,7 +31,7 @@ class NoBudget:
 
 
 def _private(module: nn.Module, spec: PrivacySpec = SPEC) -> PrivateGradients:
-    return PrivateGradients(module, spec, SAMPLES, BATCH, NoBudget())  # type: ignore[arg-type]
+    return PrivateGradients(sample_hooks(module), spec, SAMPLES, BATCH, NoBudget())  # type: ignore[arg-type]
 
 
 def _budget(path: Path, spec: PrivacySpec = SPEC, reserve: int = 4) -> PrivacyBudget:

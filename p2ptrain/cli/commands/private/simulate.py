@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     source.add_argument("--data", type=Path, metavar="DIR_OR_FILE", help="text for a language model")
     source.add_argument("--script", type=Path, metavar="FILE", help="Python file whose task(manifest) returns the task")
     parser.add_argument("--rounds", type=int, metavar="N", help=f"rounds (default those of RUN_TOML, or {ROUNDS})")
-    parser.add_argument("--seed", type=int, default=1, metavar="N", help="of the partition and the groups (default 1)")
+    parser.add_argument("--seed", type=int, default=1, metavar="N", help="of all that is drawn (default 1)")
     parser.add_argument("--mbit", type=float, default=100.0, help="links' Mbit/s for the time column (default 100)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write all rounds and sites here")
 
@@ -67,8 +68,9 @@ def run(arguments: argparse.Namespace) -> int:
         f"{len(sites)} sites, {arguments.partition}, seed {arguments.seed}: {sizes[0]} to {sizes[-1]} training samples,"
         f" median {sizes[len(sizes) // 2]}; {simulation.state.layout.num_values} shared values"
     )
+    privacy = "  ε, least to most" if manifest.differential_privacy else ""
     print(f"{'round':>5}  {'loss':>8}  {task.metric_name + ' (95 %)':>20}  {'sites, worst to best':>22}  "
-          f"{'sent, most':>12}  {'link time':>10}")  # fmt: skip
+          f"{'sent, most':>12}  {'link time':>10}  {'sites':>5}{privacy}")  # fmt: skip
     gc.freeze()  # Garbage collections in a round do not visit what is loaded, such as torch.
     seconds, reports = 0.0, []
     try:
@@ -81,6 +83,8 @@ def run(arguments: argparse.Namespace) -> int:
             about = {"partition": arguments.partition, "seed": arguments.seed, "samples": [len(s.train) for s in sites]}
             payload = {**about, "metric": task.metric_name, "rounds": [_as_json(each) for each in reports]}
             replace_file(arguments.json, json.dumps(payload, indent=1).encode())
+    if len(reports) < rounds:
+        print("ended early: the privacy budget of too few sites allows another step")
     print("next: change a strategy in run.toml and compare, or start the swarm with 'p2ptrain seed'")
     return 0
 
@@ -92,7 +96,12 @@ def _line(report: RoundReport, seconds: float, metric: str) -> str:
         value += f" ± {pooled.interval:.4f}"
     spread = f"{means[0]:.4f} to {means[-1]:.4f}" if means else ""
     sent = max(report.sent_bytes.values()) / 1e6
-    return f"{report.round:5d}  {report.loss:8.4f}  {value:>20}  {spread:>22}  {sent:9.3f} MB  {seconds:8.2f} s"
+    spent = report.epsilon.values()
+    least, most = (math.ceil(100 * each) / 100 for each in (min(spent, default=0), max(spent, default=0)))
+    return (
+        f"{report.round:5d}  {report.loss:8.4f}  {value:>20}  {spread:>22}  {sent:9.3f} MB  {seconds:8.2f} s"
+        f"  {len(report.sent_bytes):5d}{f'  {least:.2f} to {most:.2f}' if spent else ''}"
+    )
 
 
 def _as_json(report: RoundReport) -> dict[str, object]:
@@ -100,5 +109,5 @@ def _as_json(report: RoundReport) -> dict[str, object]:
     return {
         "round": report.round, "loss": report.loss, "mean": pooled.mean if pooled else None,
         "interval": pooled.interval if pooled else None, "by_site": report.by_site, "sent_bytes": report.sent_bytes,
-        "left_out": report.left_out,
+        "left_out": report.left_out, **({"epsilon": report.epsilon} if report.epsilon else {}),
     }  # fmt: skip

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from p2ptrain.averaging.grouping.messages import TAKE_ON, Grant, TakeOn
+from p2ptrain.averaging.protocol.table import Row, Table
 from p2ptrain.averaging.timing.goal import HOLD_SECONDS, Goal
 from p2ptrain.manifest import AveragingSpec
 from p2ptrain.network.simulated import SimulatedNetwork
@@ -182,3 +183,20 @@ async def test_who_sat_out_and_got_something_after_all_is_waited_for_again(peers
     other = await peers[1].peer.spawn(peers[1].find_group())
     assert (await finding).tickets == other.tickets
     assert len(other.tickets) == 2
+
+
+@simulated(grouping_peers, 5, SPEC, seed=1)
+async def test_a_round_begins_with_those_that_are_drawn_though_nothing_is_heard_of_the_others(peers: Peers) -> None:
+    table = Table(tuple(Row(peer.id, votes=True, elects=True) for peer in peers))
+    for peer in peers:
+        object.__setattr__(peer.matchmaker._context, "participation", 0.4)
+        peer.matchmaker.set_head(replace(HEAD, table=table))
+    undrawn = table.undrawn(HEAD.lineage, 0.4, 1)
+    drawn = [peer for peer in peers if peer.id not in undrawn]
+    assert len(drawn) == 2
+    began = asyncio.get_running_loop().time()
+    rosters = await asyncio.gather(*(peer.peer.spawn(peer.find_group()) for peer in drawn))
+    assert asyncio.get_running_loop().time() - began < SPEC.grace_seconds
+    assert [set(roster.members) for roster in rosters] == [{peer.id for peer in drawn}] * 2
+    assert not rosters[0].is_reduced
+    assert not any(peer.membership.why_not_expected(each) for peer in drawn for each in undrawn), "they missed nothing"

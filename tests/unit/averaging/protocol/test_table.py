@@ -1,6 +1,7 @@
 """The member table: one at all holders, who votes, who sleeps, and which signatures make a certificate."""
 
 import hashlib
+import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -29,6 +30,7 @@ from p2ptrain.averaging.protocol.table import (
     founding_table,
     quorum_of,
 )
+from p2ptrain.averaging.protocol.table import draw as draw_members
 from p2ptrain.errors import IntegrityError
 from p2ptrain.network.schema import from_bytes, to_bytes
 
@@ -756,3 +758,45 @@ def test_among_strangers_leaders_form_groups_that_no_member_would_refuse_for_its
     assert len(group) >= min(size, len(peers), min_peers)
     assert not guests or size < 3 or table.guests(group), "newcomers get in even where members fill the group"
     assert replace(table, is_open=False).group_of(peers, size, min_peers) == peers[:size]
+
+
+# --- rounds of a part of the members ------------------------------------------------------------------------------
+
+
+@given(st.binary(min_size=32, max_size=32), st.integers(1, 40), st.floats(0.01, 1), st.integers(1, 50))
+def test_as_many_members_are_drawn_as_the_manifest_says(lineage: bytes, count: int, share: float, least: int) -> None:
+    members = frozenset(f"peer{number}" for number in range(count))
+    drawn = draw_members(lineage, members, share, least)
+    assert drawn <= members
+    assert len(drawn) == min(count, max(least, math.ceil(round(share * count, 6))))
+    assert drawn <= draw_members(lineage, members, 1.0, least)
+
+
+def test_each_lineage_draws_others_and_all_are_drawn_as_often() -> None:
+    table = voters(NAMES)
+    undrawn = [table.undrawn(number.to_bytes(32, "big"), 0.25, 1) for number in range(400)]
+    assert {len(each) for each in undrawn} == {6}
+    assert all(80 < sum(name not in each for each in undrawn) < 120 for name in NAMES)
+
+
+def test_members_that_sleep_and_all_in_a_reduced_lineage_sit_no_round_out() -> None:
+    table = go_on(go_on(founding_table(["s"]), [0], NAMES), range(1, 2 + SLEEP_ROUNDS), "abcd")
+    assert {each.peer for each in table.rows if each.sleeps} == {*"efgh"}
+    assert table.undrawn(b"l" * 32, 0.01, 1) < {*"abcd"}
+    assert not go_on(table, [20], "ab", is_reduced=True).undrawn(b"l" * 32, 0.01, 1)
+
+
+def test_a_round_may_leave_out_those_that_are_not_drawn_and_no_others() -> None:
+    table = voters(NAMES)
+    undrawn = frozenset("efgh")
+
+    def is_refused(members: str) -> bool:
+        tickets = [make_ticket(peer) for peer in members]
+        return table.leaves_out_most(table.census(tickets, members), undrawn) or not table.is_led_by(members, undrawn)
+
+    assert not is_refused("abcd")
+    assert not is_refused("ab")
+    assert is_refused("a"), "less than half of those that are drawn"
+    assert is_refused("aef"), "and less than a half of all"
+    assert not is_refused("defg"), "all may close a round without those that are drawn"
+    assert table.leaves_out_most(table.census([make_ticket(peer) for peer in "ab"], "ab"))

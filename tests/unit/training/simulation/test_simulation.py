@@ -1,17 +1,20 @@
 """Simulated sites: how samples are dealt, and what a run depends on."""
 
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from opacus.accountants import RDPAccountant
 
+from p2ptrain.averaging.protocol.table import SLEEP_ROUNDS
 from p2ptrain.cli.main import main
 from p2ptrain.errors import DivergedError, UsageError
 from p2ptrain.manifest import Manifest
 from p2ptrain.training.simulation.partition import LEAST, partition
 from p2ptrain.training.simulation.rounds import RoundReport, Simulation
-from p2ptrain.training.simulation.tasks import classification
+from p2ptrain.training.simulation.tasks import Task, classification
 
 LABELS = np.repeat(np.arange(4), 100)
 
@@ -48,20 +51,27 @@ def test_more_sites_than_samples_are_refused() -> None:
 
 
 def _run(
-    rounds: int = 3, seed: int = 1, scale: float = 1.0, averaging: object = None, **private: object
+    rounds: int = 3,
+    seed: int = 1,
+    scale: float = 1.0,
+    averaging: object = None,
+    privacy: object = None,
+    **private: object,
 ) -> tuple[Simulation, list[RoundReport]]:
     manifest = Manifest.model_validate(
         {
             "model": {"family": "custom"}, "data": {"source": "custom", "held_out_fraction": 0.2},
             "private": {"weights": "samples", **private}, "averaging": averaging or {},
             "training": {"every": 3, "local_batch": 8, "learning_rate": 0.01, "warmup_steps": 0},
+            "differential_privacy": privacy,
         }
     )  # fmt: skip
     generator = torch.Generator().manual_seed(7)
     inputs = torch.randn(400, 6, generator=generator) * scale
     inputs[:, 0] += torch.from_numpy(LABELS)
     torch.manual_seed(2)
-    model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 4))
+    norm = torch.nn.BatchNorm1d(8) if privacy is None else torch.nn.LayerNorm(8)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 8), norm, torch.nn.Linear(8, 4))
     task = classification(model, inputs, torch.from_numpy(LABELS))
     simulation = Simulation(manifest, task, partition("dirichlet:0.3", LABELS, 9, seed), seed)
     return simulation, list(simulation.run(rounds))
@@ -89,6 +99,87 @@ def test_a_proximal_term_holds_sites_back() -> None:
     (free, _), (held, _) = _run(1), _run(1, proximal=100.0)
     start = _run(0)[0].state.vector
     assert torch.dist(held.state.vector, start) < torch.dist(free.state.vector, start)
+
+
+CURVATURES, CENTERS = torch.tensor([[1.0], [9.0]]), torch.tensor([[4.0, 0.0], [-1.0, 2.0]])
+
+
+def test_drift_correction_leads_unlike_sites_to_the_optimum_of_all() -> None:
+    def error(corrects: bool) -> float:
+        manifest = Manifest.model_validate(
+            {
+                "model": {"family": "custom"}, "data": {"source": "custom"},
+                "training": {"every": 20, "local_batch": 1, "clip_norm": 0},
+                "averaging": {"codec": "fp32", "aggregation": "mean"},
+                "private": {"weights": "equal", "drift_correction": corrects},
+            }
+        )  # fmt: skip
+        model = torch.nn.Linear(2, 1, bias=False)
+
+        def loss(model: torch.nn.Linear, curvature: torch.Tensor, center: torch.Tensor) -> torch.Tensor:
+            return (curvature / 2 * (model.weight - center).square()).sum()
+
+        samples = (CURVATURES.repeat(5, 1), CENTERS.repeat(5, 1))
+        task = Task(model, samples, np.arange(10) % 2, loss, lambda model, *batch: torch.zeros(len(batch[0])), "none",
+                    optimizer=lambda model: torch.optim.SGD(model.parameters(), 0.05))  # fmt: skip
+        simulation = Simulation(manifest, task, [np.arange(0, 10, 2), np.arange(1, 10, 2)])
+        list(simulation.run(60))
+        optimum = (CURVATURES * CENTERS).sum(0) / CURVATURES.sum()
+        return float(torch.dist(simulation.state.vector, optimum))
+
+    assert error(corrects=True) < 1e-3
+    assert error(corrects=False) > 0.5
+
+
+PRIVACY = {"epsilon": 4.0, "delta": 1e-3, "noise_multiplier": 1.0}
+
+
+def test_differential_privacy_follows_from_the_seed_and_is_counted_by_its_accountant() -> None:
+    (first, reports), (again, same) = _run(4, privacy=PRIVACY), _run(4, privacy=PRIVACY)
+    assert torch.equal(first.state.vector, again.state.vector)
+    assert reports == same
+    quiet, _ = _run(4, privacy=PRIVACY | {"noise_multiplier": 0.1, "epsilon": 1000})
+    assert not torch.equal(first.state.vector, quiet.state.vector)
+    for site in first.sites:
+        accountant = RDPAccountant()
+        steps = min(12, _most_steps(len(site.train)))
+        accountant.history = [(1.0, min(1.0, 8 / len(site.train)), steps)]
+        assert reports[-1].epsilon[site.name] == pytest.approx(accountant.get_epsilon(1e-3), rel=1e-6)
+
+
+def _most_steps(num_samples: int) -> int:
+    accountant, steps = RDPAccountant(), 0
+    while steps < 100:
+        accountant.history = [(1.0, min(1.0, 8 / num_samples), steps + 1)]
+        if accountant.get_epsilon(1e-3) > PRIVACY["epsilon"]:
+            break
+        steps += 1
+    return steps
+
+
+def test_sites_stop_once_their_privacy_budget_is_spent_and_so_does_the_run() -> None:
+    simulation, reports = _run(1000, privacy=PRIVACY)
+    assert len(reports) < 1000
+    assert all(loss <= PRIVACY["epsilon"] for report in reports for loss in report.epsilon.values())
+    taking_part = [len(report.sent_bytes) for report in reports]
+    assert taking_part == sorted(taking_part, reverse=True)
+    assert taking_part[0] == 9 > taking_part[-1]
+    assert all(site.is_spent for site in simulation.sites)
+
+
+def test_partial_participation_trains_a_part_of_the_sites_and_forgets_none() -> None:
+    simulation, reports = _run(60, participation=0.3)
+    assert set(reports[0].sent_bytes) == {site.name for site in simulation.sites}, "all are new"
+    numbers = [len(report.sent_bytes) for report in reports[1:]]
+    assert min(numbers) == 3
+    assert sum(numbers) / len(numbers) < 3.6
+    for site in simulation.sites:
+        rounds = [report.round for report in reports if site.name in report.sent_bytes]
+        assert max(later - earlier for earlier, later in pairwise(rounds)) <= SLEEP_ROUNDS + 1
+        assert len(rounds) < 35
+    assert _run(60, participation=0.3)[1] == reports
+    fewest = [len(report.sent_bytes) for report in _run(10, participation=0.01, averaging={"min_peers": 5})[1]]
+    assert min(fewest) == 5
 
 
 def test_a_site_that_diverges_is_named() -> None:
