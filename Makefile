@@ -99,7 +99,7 @@ soak-serving: $(STAMP)  ## MINUTES=N of answers while hosts die and clients leav
 lab: $(STAMP)  ## a scenario of faults and attacks: ARGS="SCENARIO.toml [--real] [--seed N]", or ARGS=all; see docs/how-to/lab.md
 	$(BIN)/python -m tests.lab $(ARGS)
 
-chaos: $(STAMP)  ## every scenario and 200 random ones, simulated; writes docs/explanation/reliability.md; ARGS="--count 2000"
+chaos: $(STAMP)  ## every scenario, also for real where that is possible, and 200 random ones; writes docs/explanation/reliability.md; ARGS="--count 2000 --jobs 2"
 	$(BIN)/python -m tests.lab.chaos $(ARGS)
 
 fuzz: $(STAMP)  ## every decoder under atheris for 20 seconds each; ARGS="--seconds 600 [--keep] [TARGET]"

@@ -21,6 +21,19 @@ from tests.lab.stranger import Stranger
 from tests.support.processes.worker import make_model, say
 
 
+def attacker_of(peer: Peer, name: str, hidden: int) -> dict[str, Any]:
+    """Return the arguments of a `Stranger` on a real peer."""
+
+    def new_state() -> SharedState:
+        return initial_state(make_model(hidden), None, peer.manifest, peer.swarm)
+
+    network = peer.network
+    return {
+        "name": name, "rpc": peer.rpc, "transport": network.transport, "directory": network.directory,
+        "signer": peer.identity, "manifest": peer.manifest, "new_signer": Identity.ephemeral, "new_state": new_state,
+    }  # fmt: skip
+
+
 async def main(name: str, link: str, attack: str, options: dict[str, Any], hidden: int) -> None:
     runtime, network = real_runtime("stranger"), Libp2pSettings(listen=("/ip4/0.0.0.0/tcp/0",))
     with Identity.ephemeral() as identity:
@@ -28,13 +41,7 @@ async def main(name: str, link: str, attack: str, options: dict[str, Any], hidde
         peer_options = PeerOptions("client", name, "cpu", None, network)
         peer = await Peer.start(identity, peer_options, runtime, link=SwarmLink.parse(link))
 
-        def new_state() -> SharedState:
-            return initial_state(make_model(hidden), None, peer.manifest, peer.swarm)
-
-        stranger = Stranger(
-            name, peer.rpc, peer.network.transport, peer.network.directory, identity, peer.manifest,
-            Identity.ephemeral, new_state,
-        )  # fmt: skip
+        stranger = Stranger(**attacker_of(peer, name, hidden))
         say("joined", peer=identity.peer_id, daemon=peer.network.transport.daemon.process_id)  # type: ignore[attr-defined]
         await stranger.run(attack, options)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 
 from p2ptrain.averaging.protocol.table import ESTABLISHED
-from tests.lab.scenario import Attackers, Measured, Scenario
+from tests.lab.scenario import HOSTILE, Attackers, Measured, Peers, Scenario
 from tests.support.processes.nat import Host, Internet, NatPeer, why_unavailable
 from tests.support.processes.swarmlet import Swarmlet, Worker, nothing_left_behind
 from tests.support.processes.tellers import Event, Teller
@@ -44,26 +44,25 @@ class RealRun:
 
     def play(self, disturbed: bool) -> Measured:
         self._start(disturbed)
-        names, measured, unharmed = list(self.workers), self.measured, self.scenario.unharmed
-        self._wait(lambda: all(map(self._votes, names)), START_SECONDS)
+        measured, unharmed = self.measured, self.scenario.unharmed
+        self._wait(lambda: all(map(self._votes, self.workers)), START_SECONDS)
         began, plan = time.monotonic(), self._plan() if disturbed else []
         self._before = {name: self._memory_mb(name) for name in unharmed}
-        fronts = {name: self._front(name) for name in names}
-        marks = {name: len(self.workers[name].events) for name in names}
-        last, gap = dict.fromkeys(unharmed, 0), began
+        first, front = max(map(self._front, self.workers)), min(map(self._front, unharmed))
         while (now := time.monotonic()) < began + self.scenario.seconds:
             while plan and plan[0][0] <= now - began:
                 plan.pop(0)[1]()
             self._look(unharmed)
-            for name in unharmed:
-                if (count := len(self._commits(name, marks[name]))) > last[name]:
-                    last[name], gap = count, now
-            measured.longest_gap = max(measured.longest_gap, now - gap)
+            measured.ends += [now - began] * ((slowest := min(map(self._front, unharmed))) - front)
+            front = slowest
             time.sleep(PAUSE_SECONDS)
-        measured.rounds = min(self._front(name) - fronts[name] for name in unharmed)
         self._recover()
-        self._count(marks, fronts)
+        self._count(first)
         return measured
+
+    @property
+    def honest(self) -> dict[str, Worker]:
+        return {name: worker for name, worker in self.workers.items() if not name.startswith(HOSTILE)}
 
     # --- starting
 
@@ -73,10 +72,11 @@ class RealRun:
             symmetric = group.nat == "symmetric"
             made = self.net.public(name) if group.nat == "none" else self.net.private(name, symmetric=symmetric)
             self.hosts[name] = made
+        for name, _ in scenario.hostile(members=True):
+            self.hosts[name] = self.net.public(name)
         if disturbed:
-            for number, attackers in enumerate(scenario.attackers):
-                for index in range(attackers.count):
-                    self.hosts[f"x{number}-{index}"] = self.net.public(f"x{number}-{index}")
+            for name, _ in scenario.hostile(members=False):
+                self.hosts[name] = self.net.public(name)
         link = scenario.link
         # Each way between two peers leads through two cables.
         self.net.lengthen(link.megabits, link.delay_ms / 2000, link.loss_percent / 200)
@@ -85,10 +85,11 @@ class RealRun:
                 listen = ["/ip4/0.0.0.0/tcp/31337"]
                 peer = NatPeer(self.hosts[name], self.folder, name, relay=True, listen=listen)
                 self.link = self.link or str(self.stack.enter_context(peer).joined["link"])
-        for name, group in scenario.named():
-            if group.role == "trainer":
-                self._start_worker(name, group.step_seconds)
-                self.link = self.link or self.workers[name].link
+        trainers = [(name, group.step_seconds) for name, group in scenario.named() if group.role == "trainer"]
+        members = [(name, Peers(1).step_seconds) for name, _ in scenario.hostile(members=True)]
+        for name, step_seconds in (*trainers, *members):
+            self._start_worker(name, step_seconds)
+            self.link = self.link or self.workers[name].link
 
     def _start_worker(self, name: str, step_seconds: float) -> None:
         self.workers[name] = self.swarm.start(
@@ -101,8 +102,8 @@ class RealRun:
             (at, lambda kind=kind, names=names: self._befall(kind, names))  # type: ignore[misc]
             for at, kind, names in self.scenario.timeline()
         ]
-        for number, group in enumerate(self.scenario.attackers):
-            plan.append((group.at, lambda number=number, group=group: self._attack(number, group)))  # type: ignore[misc]
+        for name, group in self.scenario.hostile():
+            plan.append((group.at, lambda name=name, group=group: self._attack(name, group)))  # type: ignore[misc]
         return sorted(plan, key=lambda each: each[0])
 
     def _befall(self, kind: str, names: tuple[str, ...]) -> None:
@@ -126,16 +127,16 @@ class RealRun:
                 for host in hosts:
                     (self.net.unplug if kind == "cut" else self.net.plug_in)(host)
 
-    def _attack(self, number: int, group: Attackers) -> None:
-        for index in range(group.count):
-            name = f"x{number}-{index}"
-            options = {
-                "name": name, "link": self.link, "attack": group.attack, "options": group.options, "hidden": HIDDEN,
-            }  # fmt: skip
-            command = [sys.executable, "-m", "tests.lab.attacker", json.dumps(options)]
-            stranger = Teller(name, self.hosts[name].command(*command), self.folder / f"{name}.log")
-            self.stack.callback(stranger.kill)
-            self.strangers.append(stranger)
+    def _attack(self, name: str, group: Attackers) -> None:
+        what = {"attack": group.attack, "options": group.options}
+        if group.member:
+            self.workers[name].order(f"attack {json.dumps(what)}")
+            return
+        options = {"name": name, "link": self.link, "hidden": HIDDEN, **what}
+        command = [sys.executable, "-m", "tests.lab.attacker", json.dumps(options)]
+        stranger = Teller(name, self.hosts[name].command(*command), self.folder / f"{name}.log")
+        self.stack.callback(stranger.kill)
+        self.strangers.append(stranger)
 
     # --- watching
 
@@ -174,6 +175,9 @@ class RealRun:
         for stranger in self.strangers:
             if stranger.process.poll() is not None:
                 raise RuntimeError(f"the attack {stranger.name} ended: {stranger.last_words()}")
+        for worker in self.workers.values():
+            if ended := [event for event in worker.events if event["event"] == "attack ended"]:
+                raise RuntimeError(f"the attack of {worker.name} ended: {ended[0]}")
 
     def _problem(self, what: str) -> None:
         if what not in self.measured.problems:
@@ -181,7 +185,7 @@ class RealRun:
 
     def _recover(self) -> None:
         """Wait until one round is in the lineages of all trainers that are there, and began after this call."""
-        marks = {name: len(worker.events) for name, worker in self.workers.items() if worker.process.poll() is None}
+        marks = {name: len(worker.events) for name, worker in self.honest.items() if worker.process.poll() is None}
         began = time.monotonic()
 
         def heads() -> list[set[str]]:
@@ -192,15 +196,16 @@ class RealRun:
         self.measured.recovery = time.monotonic() - began
         self.measured.lineages = 1 if set.intersection(*heads()) else len(marks)
 
-    def _count(self, marks: dict[str, int], fronts: dict[str, int]) -> None:
-        """Count tokens and whose they are, in the rounds that honest trainers tell of."""
-        honest = {e["peer"] for worker in self.swarm.workers for e in worker.events if e["event"] == "joined"}
+    def _count(self, first: int) -> None:
+        """Count tokens and whose they are, in the rounds after the first one that honest trainers tell of."""
+        workers = [worker for worker in self.swarm.workers if worker.name in self.honest]
+        honest = {e["peer"] for worker in workers for e in worker.events if e["event"] == "joined"}
         seen: dict[str, dict[str, int]] = {}
-        for worker in self.swarm.workers:
+        for worker in workers:
             for event in worker.rounds():
                 if not event["intact"]:
                     self._problem(f"{worker.name}: its state has another digest than its head at {event['round']}")
-                if event["round"] > max(fronts.values()) and event.get("counted"):
+                if event["round"] > first and event.get("counted"):
                     seen[event["lineage"]] = event["counted"]
         for counts in seen.values():
             self.measured.foreign_rounds += not honest.intersection(counts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -14,6 +15,12 @@ ATTACKS = Path(__file__).parent / "attacks"
 SCENARIOS = Path(__file__).parent / "scenarios"
 OPPOSITES = {"kill": "restart", "stop": "resume", "cut": "mend", "partition": "heal"}
 """The fault that undoes a fault."""
+HOSTILE = "stranger"
+"""The start of the name of each attacker."""
+KNOWN_ROUNDS = 3
+"""Slow rounds after which an attacker must be known."""
+SLOW = 1.5
+"""A slow round takes longer than so many of the longest of the undisturbed run."""
 
 Mode = Literal["simulated", "real"]
 Nat = Literal["none", "port-restricted", "symmetric"]
@@ -61,11 +68,16 @@ class Fault(Part, frozen=True):
 
 
 class Attackers(Part, frozen=True):
-    """Strangers with keys of their own, which run one attack from a time on; ``options`` are the attack's own."""
+    """Peers with keys of their own, which run one attack from a time on; ``options`` are the attack's own.
+
+    Attributes:
+        member: True for trainers that vote and may lead; in the undisturbed run they never attack.
+    """
 
     attack: Annotated[str, Meta(pattern="^[a-z_]+$")]
     at: Seconds = 10.0
     count: Annotated[int, Meta(ge=1, le=16)] = 1
+    member: bool = False
     options: dict[str, Any] = msgspec.field(default_factory=dict)
 
 
@@ -74,7 +86,9 @@ class Expect(Part, frozen=True):
 
     Attributes:
         rounds_per_minute: Of the slowest trainer that no fault hits, at least.
-        share: Of the undisturbed run's rounds, at least.
+        share: Of the undisturbed run's rounds a minute, at least, once the attackers are known.
+        slow_rounds: Rounds that the attackers slow, at most; checked in scenarios without faults.
+        goodput: Of the tokens of honest trainers that count in the undisturbed run, at least.
         memory_mb: Growth over the undisturbed run, for each honest peer, at most.
         one_lineage: True if all honest trainers must be on one lineage at the end, and contribute to it.
         foreign_rounds: Rounds that an honest peer applied and that no honest peer signed, at most.
@@ -82,6 +96,8 @@ class Expect(Part, frozen=True):
 
     rounds_per_minute: Annotated[float, Meta(ge=0)] = 1.0
     share: Annotated[float, Meta(ge=0, le=1)] = 0.8
+    slow_rounds: Annotated[int, Meta(ge=0)] = KNOWN_ROUNDS
+    goodput: Annotated[float, Meta(ge=0, le=1)] = 0.0
     memory_mb: Annotated[float, Meta(ge=0)] = 64.0
     one_lineage: bool = True
     foreign_rounds: Annotated[int, Meta(ge=0)] = 0
@@ -130,6 +146,12 @@ class Scenario(Part, frozen=True):
             for number, group in enumerate(each for each in groups for _ in range(each.count)):
                 yield f"{role[0]}{number}", group
 
+    def hostile(self, *, members: bool | None = None) -> Iterator[tuple[str, Attackers]]:
+        """Yield the name and the group of each attacker; only members, or only others, if that is given."""
+        for number, group in enumerate(self.attackers):
+            if members in (None, group.member):
+                yield from ((f"{HOSTILE}{number}-{index}", group) for index in range(group.count))
+
     @property
     def unharmed(self) -> list[str]:
         """The trainers that no fault hits."""
@@ -159,31 +181,37 @@ class Measured:
     """What one run came to.
 
     Attributes:
-        rounds: Committed in the watched time by the slowest trainer that no fault hits.
+        ends: Seconds of the watched time at which the slowest trainer that no fault hits had committed each round.
         tokens: Of honest peers in the longest lineage, from the watched time.
         peak_mb: The process's peak of memory in a simulation; for real the largest growth of one peer.
         foreign_rounds: Rounds that an honest peer applied and no honest peer signed.
         stranger_rounds: Rounds with a stranger's contribution, which honest peers signed, too.
         lineages: Of the honest trainers at the end; 1 if all are on one.
-        longest_gap: Seconds in which no honest trainer committed a round.
         recovery: Seconds from the end until all honest trainers had committed on one lineage.
         problems: Broken invariants, and peers that ended.
     """
 
     seconds: float
-    rounds: int = 0
+    ends: list[float] = field(default_factory=list)
     tokens: int = 0
     peak_mb: float = 0.0
     foreign_rounds: int = 0
     stranger_rounds: int = 0
     lineages: int = 0
-    longest_gap: float = 0.0
     recovery: float = 0.0
     problems: list[str] = field(default_factory=list)
 
+    def rounds_per_minute(self, since: float = 0.0) -> float:
+        """Return the mean from a time on."""
+        return 60.0 * sum(end > since for end in self.ends) / (self.seconds - since)
+
+    def rounds(self) -> list[tuple[float, float]]:
+        """Return start and end of each round; the last one did not end in the watched time."""
+        return list(pairwise([0.0, *self.ends, self.seconds]))
+
     @property
-    def rounds_per_minute(self) -> float:
-        return 60.0 * self.rounds / self.seconds
+    def longest_round(self) -> float:
+        return max(end - start for start, end in self.rounds())
 
 
 @dataclass
@@ -200,10 +228,14 @@ class Verdict:
 
     def __post_init__(self) -> None:
         expect, run = self.scenario.expect, self.run
-        if run.rounds_per_minute < expect.rounds_per_minute:
-            self._add(f"{run.rounds_per_minute:.1f} rounds a minute, not {expect.rounds_per_minute:g}")
+        if run.rounds_per_minute() < expect.rounds_per_minute:
+            self._add(f"{run.rounds_per_minute():.1f} rounds a minute, not {expect.rounds_per_minute:g}")
+        if self.scenario.attackers and not self.scenario.faults and len(self.slow) > expect.slow_rounds:
+            self._add(f"{len(self.slow)} slow rounds, not {expect.slow_rounds}")
         if self.share < expect.share:
             self._add(f"{self.share:.0%} of the undisturbed rounds, not {expect.share:.0%}")
+        if self.goodput < expect.goodput:
+            self._add(f"{self.goodput:.0%} of the undisturbed tokens, not {expect.goodput:.0%}")
         if self.memory_mb > expect.memory_mb:
             self._add(f"{self.memory_mb:.0f} MB more memory for each peer, not {expect.memory_mb:g}")
         if expect.one_lineage and run.lineages != 1:
@@ -216,8 +248,25 @@ class Verdict:
         self.violations.append(violation)
 
     @property
+    def attacked_at(self) -> float:
+        return min((group.at for group in self.scenario.attackers), default=0.0)
+
+    @property
+    def slow(self) -> list[float]:
+        """The ends of the rounds that took too long, from the first attack on."""
+        longest = SLOW * self.undisturbed.longest_round
+        return [end for start, end in self.run.rounds() if end > self.attacked_at and end - start > longest]
+
+    @property
     def share(self) -> float:
-        return self.run.rounds / self.undisturbed.rounds if self.undisturbed.rounds else 0.0
+        """Rounds a minute as a share of the undisturbed run's, once the attackers are known.
+
+        Beside faults, nobody can tell what slowed a round: then all rounds count.
+        """
+        is_attack, undisturbed = self.scenario.attackers and not self.scenario.faults, self.undisturbed
+        known = [self.attacked_at, *self.slow][: 1 + KNOWN_ROUNDS][-1] if is_attack else 0.0
+        usual = undisturbed.rounds_per_minute()
+        return self.run.rounds_per_minute(known) / usual if usual and known < self.run.seconds else 0.0
 
     @property
     def goodput(self) -> float:
@@ -243,8 +292,9 @@ class Verdict:
     def __str__(self) -> str:
         run = self.run
         line = (
-            f"{self.name:22} {self.mode:9} {self.outcome:19} {run.rounds_per_minute:5.1f} rounds/min {self.share:4.0%}"
-            f"  +{self.memory_mb:.0f} MB  gap {run.longest_gap:.0f} s  foreign {run.foreign_rounds}"
+            f"{self.name:22} {self.mode:9} {self.outcome:19} {run.rounds_per_minute():5.1f} rounds/min"
+            f" {self.share:4.0%}  {len(self.slow)} slow  +{self.memory_mb:.0f} MB  longest {run.longest_round:.0f} s"
+            f"  goodput {self.goodput:.0%}  foreign {run.foreign_rounds}"
             f"  of strangers {run.stranger_rounds}"
         )
         known = [f"known: {self.scenario.known_failure}"] if self.outcome == "fails as known" else []

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import math
 import resource
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ import torch
 
 from p2ptrain.averaging.grouping.membership import Membership
 from p2ptrain.averaging.protocol.certificate import Certificate
+from p2ptrain.averaging.protocol.table import ESTABLISHED
+from p2ptrain.manifest import AdmissionSpec
 from p2ptrain.network.rpc.endpoint import Rpc
 from p2ptrain.network.simulated import LinkModel, SimulatedNetwork, SimulatedPeer, SimulationError, simulate
 from p2ptrain.network.simulated.network import SimulatedSigner
@@ -23,8 +25,8 @@ from p2ptrain.node.presence import Presence
 from p2ptrain.training.learning_rate import WrappedOptimizer
 from p2ptrain.training.state.initial_state import initial_state
 from p2ptrain.training.state.shared_state import SharedState
-from tests.lab.scenario import Attackers, Measured, Peers, Scenario
-from tests.lab.stranger import Stranger
+from tests.lab.scenario import HOSTILE, Attackers, Measured, Peers, Scenario
+from tests.lab.stranger import Member, Stranger
 from tests.support.records import record_of
 from tests.support.sim.heads import watch_head
 from tests.support.sim.trainers import (
@@ -54,13 +56,22 @@ class Run:
         network.trace = deque(maxlen=0)  # type: ignore[assignment]  # Otherwise it is most of the memory.
         sections = scenario.manifest
         manifest = make_manifest(sections.get("training"), **sections.get("averaging", {}))
-        self.swarm = SimulatedSwarm(network, manifest, network.seed)
+        admission = AdmissionSpec.model_validate(sections.get("admission", {}))
+        self._groups: dict[str, Peers] = {
+            **dict(scenario.named()), **{name: Peers(1) for name, _ in scenario.hostile(members=True)},
+        }  # fmt: skip
+        # Among strangers, a member votes after hours: here the trainers found the swarm.
+        founders = [name for name, group in self._groups.items() if group.role == "trainer"]
+        manifest = manifest.model_copy(update={"admission": admission})
+        self.swarm = SimulatedSwarm(network, manifest, network.seed, founders if admission.mode == "open" else ())
         self.measured = Measured(scenario.seconds)
         self._parents: dict[bytes, bytes] = {}
         self._honest_tokens: dict[bytes, int] = {}
         self._judged: set[bytes] = set()
         self._honest: set[str] = set()
-        self._commits: list[tuple[float, str]] = []
+        self._commits: list[str] = []
+        self._began = math.inf
+        self._front = 0
         self._strangers: list[asyncio.Task[None]] = []
         self._phantoms: set[str] = set()
         dial = network.dial
@@ -74,33 +85,31 @@ class Run:
 
         def launch_and_watch(*args: Any) -> SimulatedTrainer:
             trainer: SimulatedTrainer = launch(*args)
-            self._honest.add(trainer.peer.peer_id)
             trainer.is_reachable = self._groups[trainer.peer.name].nat == "none"
-            watch_head(trainer.sync.replica, lambda: self._moved(trainer))
+            trainer.is_hostile = trainer.peer.name.startswith(HOSTILE)
+            if not trainer.is_hostile:
+                self._honest.add(trainer.peer.peer_id)
+                watch_head(trainer.sync.replica, lambda: self._moved(trainer))
             return trainer
 
         self.swarm._launch = launch_and_watch  # type: ignore[method-assign, assignment]
-        self._groups: dict[str, Peers] = dict(scenario.named())
 
     async def play(self) -> Measured:
         scenario, swarm, loop, measured = self.scenario, self.swarm, self.network.loop, self.measured
         presences = [await self._bootstrap(name) for name, group in scenario.named() if group.role == "bootstrap"]
-        for name, group in scenario.named():
+        for name, group in self._groups.items():
             if group.role == "trainer":
                 swarm.start(name, group.step_seconds)
         try:
-            await swarm.until(lambda: swarm.in_agreement(2), START_SECONDS, "all train")
-            began = loop.time()
+            await swarm.until(lambda: all(map(_is_established, swarm.alive)), START_SECONDS, "all vote")
+            self._began = began = loop.time()
+            self._front = self._slowest()
             tokens = self._tokens()
-            fronts = {name: swarm.trainers[name].sync.head.round for name in scenario.unharmed}
-            self._commits.clear()
             for at, act in self._plan():
                 await self._watch(began + at)
                 act()
             await self._watch(began + scenario.seconds)
-            measured.rounds = min(swarm.trainers[name].sync.head.round - front for name, front in fronts.items())
-            times = [began, *(at for at, _ in self._commits), loop.time()]
-            measured.longest_gap = max(b - a for a, b in pairwise(times))
+            self._began = math.inf
             await self._recover()
             measured.tokens = self._tokens() - tokens
         except InvariantError as error:
@@ -163,9 +172,9 @@ class Run:
                     act(peer)
 
     def _attack(self, group: Attackers) -> None:
-        for number in range(group.count):
-            name = f"{group.attack} {number} at {group.at:g}"
-            peer = self.network.add_peer(name)
+        for name in (name for name, each in self.scenario.hostile() if each is group):
+            trainer = self.swarm.trainers[name] if group.member else None
+            peer = trainer.peer if trainer is not None else self.network.add_peer(name)
             made = iter(range(1 << 30))
 
             def new_signer(name: str = name, made: Any = made) -> SimulatedSigner:
@@ -174,11 +183,12 @@ class Run:
                 return signer
 
             manifest = self.swarm.manifest
-            stranger = Stranger(
-                name, Rpc(peer.transport, peer.runtime, manifest.digest), peer.transport, peer.directory, peer.signer,
-                manifest, new_signer, self._new_state,
-            )  # fmt: skip
-            self._strangers.append(peer.spawn(_live(stranger, group)))
+            rpc = trainer.rpc if trainer is not None else Rpc(peer.transport, peer.runtime, manifest.digest)
+            who = (name, rpc, peer.transport, peer.directory, peer.signer, manifest, new_signer, self._new_state)
+            if trainer is not None:
+                self._strangers.append(peer.spawn(Member(*who, trainer.sync).run(group.attack, group.options)))
+            else:
+                self._strangers.append(peer.spawn(_live(Stranger(*who), group)))
 
     def _new_state(self) -> SharedState:
         manifest = self.swarm.manifest
@@ -190,8 +200,11 @@ class Run:
 
     def _moved(self, trainer: SimulatedTrainer) -> None:
         """Note each round that an honest trainer applied: who signed it, and whose tokens it counts."""
-        head = trainer.sync.head
-        self._commits.append((self.network.loop.time(), trainer.peer.name))
+        head, at = trainer.sync.head, self.network.loop.time() - self._began
+        self._commits.append(trainer.peer.name)
+        if at >= 0 and (slowest := self._slowest()) > self._front:
+            self.measured.ends += [at] * (slowest - self._front)
+            self._front = slowest
         if not head.certificate or head.lineage in self._judged:
             return
         self._judged.add(head.lineage)
@@ -205,9 +218,13 @@ class Run:
         elif counts.keys() - self._honest:
             measured.stranger_rounds += 1
 
+    def _slowest(self) -> int:
+        """Return the round of the slowest trainer that no fault hits."""
+        return min(self.swarm.trainers[name].sync.head.round for name in self.scenario.unharmed)
+
     def _tokens(self) -> int:
         """Return the honest tokens of the lineage with most of them among the honest trainers'."""
-        return max((self._tokens_of(trainer.sync.head.lineage) for trainer in self.swarm.alive), default=0)
+        return max((self._tokens_of(trainer.sync.head.lineage) for trainer in self.swarm.honest), default=0)
 
     def _tokens_of(self, lineage: bytes) -> int:
         total = 0
@@ -231,8 +248,7 @@ class Run:
         since = len(self._commits)
 
         def recovered() -> bool:
-            committed = {name for _, name in self._commits[since:]}
-            return self._num_lineages() == 1 and committed >= {each.peer.name for each in swarm.honest}
+            return self._num_lineages() == 1 and {*self._commits[since:]} >= {each.peer.name for each in swarm.honest}
 
         with suppress(InvariantError):
             await swarm.until(recovered, RECOVERY_SECONDS, "all are on one lineage")
@@ -248,6 +264,11 @@ class Run:
             while (lineage := self._parents.get(lineage, b"")) != b"":
                 followed.add(lineage)
         return len(heads - followed)
+
+
+def _is_established(trainer: SimulatedTrainer) -> bool:
+    row = trainer.sync.head.table.row_of(trainer.peer.peer_id)
+    return row is not None and row.votes and row.counted >= ESTABLISHED
 
 
 async def _live(stranger: Stranger, group: Attackers) -> None:

@@ -1,4 +1,4 @@
-"""A stranger in a swarm: it has a key of its own and the swarm's link, speaks the protocol, and plays no fair game.
+"""Attackers in a swarm: a stranger has a key of its own and the swarm's link, and a member trains with the others, too.
 
 An attack is a file in ``tests/lab/attacks`` with one coroutine, ``attack(stranger, **options)``, which runs until it is
 cancelled. It may import anything. Records, certificates and states that several attacks forge are made here.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib.util
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -20,8 +20,8 @@ from p2ptrain.averaging.commit.round_log import Result, RoundLog
 from p2ptrain.averaging.context import PeerContext
 from p2ptrain.averaging.grouping.cells import Cells, Key
 from p2ptrain.averaging.grouping.membership import Membership
-from p2ptrain.averaging.grouping.messages import PROBE, STEPS, Probe, ProbeReply, StepsAdvice, StepsReport
-from p2ptrain.averaging.protocol.certificate import Body, Certificate, Head, vote
+from p2ptrain.averaging.grouping.messages import JOIN, PROBE, STEPS, Join, Probe, ProbeReply, StepsAdvice, StepsReport
+from p2ptrain.averaging.protocol.certificate import Body, Certificate, Head, Roster, Ticket, vote
 from p2ptrain.averaging.protocol.table import Census
 from p2ptrain.averaging.vector.chunks import chunk_values, mean_root
 from p2ptrain.errors import DeadlineError, IntegrityError, P2PTrainError, PeerError
@@ -36,16 +36,16 @@ from p2ptrain.network.records.record import (
     seal_record,
     shard_of,
 )
+from p2ptrain.network.rpc.channel import Channel
 from p2ptrain.network.rpc.endpoint import Rpc
 from p2ptrain.network.transport import Transport
 from p2ptrain.signing import Signer
 from p2ptrain.training.state.layout import vector_codec
 from p2ptrain.training.state.shared_state import SharedState
 from p2ptrain.training.sync.state_server import StateServer, fetch_head
-from tests.lab.scenario import ATTACKS
+from p2ptrain.training.sync.synchronizer import Synchronizer
+from tests.lab.scenario import ATTACKS, HOSTILE
 
-NAME = "stranger"
-"""The start of the name in a stranger's records."""
 PUBLISH_SECONDS = 3.0
 CALL_SECONDS = 5.0
 
@@ -112,7 +112,7 @@ class Stranger:
                 with contextlib.suppress(IntegrityError):
                     opened = open_record(entries[peer].value, self.swarm, self.signer)
                     record = PeerRecord.from_payload(peer, opened.payload)
-                    if record.state == "training" and not record.name.startswith(NAME):
+                    if record.state == "training" and not record.name.startswith(HOSTILE):
                         found.append(record)
             if found:
                 return found
@@ -138,7 +138,7 @@ class Stranger:
         """Publish a record that looks like an honest trainer's, but for these fields."""
         model = max(await self.records(), key=lambda record: record.lineage_tokens)
         signer = signer or self.signer
-        usual = {"peer": signer.peer_id, "name": f"{NAME} {self.name}", "addresses": (), "last_rounds": ()}
+        usual = {"peer": signer.peer_id, "name": f"{HOSTILE} {self.name}", "addresses": (), "last_rounds": ()}
         record = replace(model, **{**usual, **changes})
         self._sequence = max(self._sequence + 1, int(self.runtime.now() * 1000))
         expires_at = self.runtime.now() + 30.0
@@ -156,16 +156,21 @@ class Stranger:
         with contextlib.suppress(PeerError, DeadlineError):
             await self.rpc.call(victim, PROBE, Probe(self.key_of(head, victim), closing), ProbeReply, CALL_SECONDS)
 
-    def act_alive(self, leader: Callable[[Key], str] = lambda key: "") -> None:
-        """Answer probes and reports as a trainer does, but for the leader that it names."""
+    def name_leader(self, leader: Callable[[Key], str] = lambda key: "") -> None:
+        """Answer probes as a trainer does, but for the leader that it names."""
 
         async def on_probe(peer: str, request: Probe) -> ProbeReply:
             return ProbeReply((await self.head()).without_proof(), leader(request.key), ())
 
+        self.rpc.serve(PROBE, Probe, on_probe)
+
+    def act_alive(self) -> None:
+        """Answer probes and reports as a trainer does."""
+
         async def on_steps(peer: str, request: StepsReport) -> StepsAdvice:
             return StepsAdvice(closing=False)
 
-        self.rpc.serve(PROBE, Probe, on_probe)
+        self.name_leader()
         self.rpc.serve(STEPS, StepsReport, on_steps)
 
     async def pose(self, **changes: Any) -> None:
@@ -221,6 +226,50 @@ class Stranger:
             log.add(result, parent)
         StateServer(self.rpc, state)
         return log
+
+
+@dataclass
+class Member(Stranger):
+    """An attacker that trains, votes and may lead; what an attack does not change, it goes on doing in good order.
+
+    Attributes:
+        sync: Of its training.
+    """
+
+    sync: Synchronizer
+
+    async def head(self) -> Head:
+        return self.sync.head
+
+    async def publish(self, signer: Signer | None = None, **changes: Any) -> None:
+        if signer is not None:  # Its training publishes its own record.
+            await super().publish(signer, **changes)
+
+    def lead(self, answer: Callable[[Channel, Ticket], Awaitable[None]]) -> None:
+        """Answer the tickets of others with a coroutine of its own."""
+
+        async def serve(channel: Channel, request: Join) -> None:
+            await answer(channel, request.ticket)
+
+        self.rpc.serve_channel(JOIN, Join, serve)
+
+    def vote_for(self, may_vote: Callable[[Body], bool]) -> None:
+        """Sign results that a function accepts, whatever this peer signed before, and no others."""
+        ballots = self.sync.replica.context.ballots
+        ballots.vote = lambda body, *_, **__: may_vote(body)  # type: ignore[method-assign]
+
+    def ticket(self) -> Ticket:
+        averager = self.sync.averager
+        return averager._signed(averager._ticket(self.sync.head, 10, 1, 0))
+
+    async def average(self, roster: Roster) -> None:
+        """Take part in an attempt with a roster of any leader's choice."""
+        runner, vector = self.sync.averager._runner, self.sync.state.vector.clone()
+        await runner.run(runner.prepare(roster, self.sync.head, vector, None))
+
+
+def roster_of(tickets: Iterable[Ticket]) -> Roster:
+    return Roster(tuple(sorted(tickets, key=lambda ticket: ticket.peer)))
 
 
 async def forever() -> None:

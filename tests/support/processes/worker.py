@@ -18,6 +18,8 @@ says what can be set. It obeys one order a line on standard input, and leaves wh
 ``fault PHASE SIGNAL``
     Send itself this signal when it next enters this phase of a round; ``serving`` and ``downloading`` are phases, too:
     in the middle of sending its state to somebody, or of downloading it.
+``attack JSON``
+    Run one of the laboratory's attacks as a member, by ``attack`` and ``options``, until it ends.
 ``leave``
     Say goodbye and end.
 """
@@ -33,7 +35,7 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -138,6 +140,7 @@ class Orders:
         self.hold_from: int | None = 0 if hold else None
         self.fault: tuple[str, signal.Signals] | None = None
         self.loop: asyncio.AbstractEventLoop | None = None
+        self.attack: Callable[[str, dict[str, Any]], Coroutine[Any, Any, None]] | None = None
         threading.Thread(target=self._listen, daemon=True).start()
 
     def _listen(self) -> None:
@@ -159,6 +162,9 @@ class Orders:
                     self.loop.call_soon_threadsafe(self.count_tasks)
                 case ["fault", phase, name]:
                     self.fault = phase, signal.Signals[name]
+                case ["attack", *_] if self.loop is not None and self.attack is not None:
+                    what = json.loads(line.partition(" ")[2])
+                    asyncio.run_coroutine_threadsafe(self.attack(what["attack"], what["options"]), self.loop)
                 case ["leave"]:
                     break
         self.leave.set()
@@ -228,6 +234,23 @@ def follow_downloads(orders: Orders) -> None:
     PartialDownload.put = put_chunk  # type: ignore[method-assign, assignment]
 
 
+def follow_attacks(orders: Orders, swarm: Swarm, synchronizer: Synchronizer, hidden: int) -> None:
+    """Let this peer turn on the others, once it is ordered to."""
+
+    async def attack(attack: str, options: dict[str, Any]) -> None:
+        from tests.lab.attacker import attacker_of
+        from tests.lab.stranger import Member
+
+        peer = swarm._peer
+        try:
+            await Member(**attacker_of(peer, peer.options.name, hidden), sync=synchronizer).run(attack, options)
+        except Exception as error:
+            say("attack ended", error=repr(error))
+            raise
+
+    orders.attack = attack
+
+
 def train(swarm: Swarm, options: Options, orders: Orders) -> None:
     model, spec = make_model(options.hidden), swarm.manifest.training
     opt = swarm.optimizer(model, make_optimizer(model), clip_norm=spec.clip_norm, tokens_per_step=spec.local_batch)
@@ -235,6 +258,7 @@ def train(swarm: Swarm, options: Options, orders: Orders) -> None:
     assert synchronizer is not None
     follow_phases(orders, synchronizer)
     follow_poison(orders, swarm._peer.rpc)
+    follow_attacks(orders, swarm, synchronizer, options.hidden)
 
     def wait_for_others(result: RoundResult) -> bool:
         say("round", **{**dataclasses.asdict(result), **describe(synchronizer)})

@@ -1,6 +1,6 @@
 """The peer that founded a simulated swarm: it votes, and trains nothing."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from p2ptrain.averaging.commit.votes import LightVotes
 from p2ptrain.averaging.context import PeerContext
@@ -14,11 +14,11 @@ from tests.support.coroutines import at_end
 
 
 class SimulatedSeed:
-    """A founder on a peer of its own; ``ballots`` are its votes by swarm or unit."""
+    """A founder on a peer of its own, maybe beside others; ``ballots`` are its votes by swarm or unit."""
 
-    def __init__(self, network: SimulatedNetwork, *, is_open: bool = False) -> None:
+    def __init__(self, network: SimulatedNetwork, others: Iterable[str] = (), *, is_open: bool = False) -> None:
         self.peer = network.add_peer("seed")
-        self.founding = founding_table([self.peer.peer_id], is_open=is_open)
+        self.founding = founding_table([self.peer.peer_id, *others], is_open=is_open)
         self.membership = Membership(self.peer.peer_id, self.peer.runtime)
         self.ballots: dict[bytes, Ballots] = {}
         self._rpc: Rpc | None = None

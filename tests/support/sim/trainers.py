@@ -13,7 +13,7 @@ from p2ptrain.averaging.context import PeerContext, ballots_in, founding_of
 from p2ptrain.averaging.grouping.membership import Membership
 from p2ptrain.averaging.protocol.ballots import Ballots
 from p2ptrain.averaging.protocol.certificate import Certificate
-from p2ptrain.errors import DivergedError
+from p2ptrain.errors import P2PTrainError
 from p2ptrain.manifest import AveragingSpec, Manifest, TrainingSpec
 from p2ptrain.network.records.record import PeerRecord
 from p2ptrain.network.rpc.endpoint import Rpc
@@ -273,10 +273,14 @@ class SimulatedTrainer:
 
 
 class SimulatedSwarm:
-    def __init__(self, network: SimulatedNetwork, manifest: Manifest, seed: int) -> None:
+    """Trainers, and the seed that founded their swarm, maybe with some of them."""
+
+    def __init__(self, network: SimulatedNetwork, manifest: Manifest, seed: int, founders: Iterable[str] = ()) -> None:
         self.network = network
-        self.founder = SimulatedSeed(network, is_open=manifest.admission.mode == "open")
-        self.manifest = manifest.model_copy(update={"founders": (self.founder.peer.peer_id,)})
+        self._founders = {name: network.add_peer(name) for name in founders}
+        others = [peer.peer_id for peer in self._founders.values()]
+        self.founder = SimulatedSeed(network, others, is_open=manifest.admission.mode == "open")
+        self.manifest = manifest.model_copy(update={"founders": (self.founder.peer.peer_id, *others)})
         self.founder.peer.spawn(self.founder.serve(self.manifest.digest, manifest.averaging))
         self.seed = seed
         self.ledger = Ledger()
@@ -286,7 +290,7 @@ class SimulatedSwarm:
         at_end(self.end)
 
     def start(self, name: str, step_seconds: float = 0.5, **options: float) -> SimulatedTrainer:
-        return self._launch(self.network.add_peer(name, **options), step_seconds)
+        return self._launch(self._founders.get(name) or self.network.add_peer(name, **options), step_seconds)
 
     def restart(self, name: str, step_seconds: float = 0.5) -> SimulatedTrainer:
         """Start a crashed trainer again: same identity, no memory."""
@@ -324,8 +328,8 @@ class SimulatedSwarm:
     def _raise_errors(self) -> None:
         for name, task in self.tasks.items():
             if task.done() and not task.cancelled() and (error := task.exception()) is not None:
-                if self.trainers[name].is_hostile and isinstance(error, DivergedError):
-                    continue  # The others refuse it again and again.
+                if self.trainers[name].is_hostile and isinstance(error, (P2PTrainError, InvariantError)):
+                    continue  # The others refuse it again and again, or ban it.
                 raise InvariantError(f"trainer {name} ended with {error!r}") from error
 
     def in_agreement(self, rounds: int) -> bool:
