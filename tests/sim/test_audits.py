@@ -59,7 +59,7 @@ async def ask(swarm: ServingSwarm, client: Any, number: int = 40) -> bool:
 
 
 def left_out(swarm: ServingSwarm, client: Any) -> set[str]:
-    known = swarm.known()
+    known = swarm.known(client.rpc)
     trusted = {host.peer for host in client.generator.auditor.trusted(known)}
     return {name for name, each in swarm.hosts.items() if each.peer.peer_id not in trusted}
 

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import torch
 
-from p2ptrain.errors import PeerRefusedError, ProtocolError
+from p2ptrain.errors import P2PTrainError, PeerRefusedError, ProtocolError
 from p2ptrain.models.exact import PAGE, ExactStage, NotFiniteError
 from p2ptrain.network.simulated import LinkModel, SimulatedNetwork, simulate
 from p2ptrain.serving.errors import (
@@ -22,6 +22,7 @@ from p2ptrain.serving.errors import (
 )
 from p2ptrain.serving.generation import Token
 from p2ptrain.serving.host.sessions import LOOK_SECONDS, ORPHAN_SECONDS
+from p2ptrain.serving.http.app import PROBE_SECONDS
 from p2ptrain.serving.messages import (
     AHEAD,
     FEED,
@@ -122,6 +123,23 @@ def test_a_failover_repeats_a_page_of_rows_at_most(victim: int) -> None:
         assert shadow.stage.rows == len(PROMPT) + num_tokens - 1
 
     serve(main, *[2 if number == victim else 1 for number in range(3)], speculates=False)
+
+
+@served(1, 1)
+async def test_a_probe_draws_a_token_and_fails_where_a_host_with_a_live_record_draws_none(
+    swarm: ServingSwarm, client: Any
+) -> None:
+    await client.generator.probe()
+    assert swarm.hosts["s1a"].host.executor.num_drawn == 1
+    swarm.network.stall(swarm.hosts["s1a"].peer)
+    with pytest.raises((P2PTrainError, TimeoutError)):
+        async with asyncio.timeout(PROBE_SECONDS):
+            await client.generator.probe()
+    gone = swarm.hosts.pop("s1a")
+    with pytest.raises(NoHostError):
+        async with asyncio.timeout(1.0):
+            await client.generator.probe()
+    swarm.hosts["s1a"] = gone
 
 
 @served(2, serve_seconds=0.1)
@@ -460,7 +478,7 @@ async def test_the_context_bounds_prompt_and_answer(swarm: ServingSwarm, client:
 
 @served(2, 1)
 async def test_one_host_with_a_short_context_does_not_shorten_all_answers(swarm: ServingSwarm, client: Any) -> None:
-    first, *others = swarm.known()
+    first, *others = swarm.known(client.rpc)
     liar = first._replace(served=msgspec.structs.replace(first.served, context=1))
     client.generator._hosts = lambda: [liar, *others]
     assert (await client.ask(PROMPT, 20))[0] == golden(PROMPT, 20, 2)

@@ -15,7 +15,7 @@ from openai import AsyncOpenAI
 from p2ptrain.manifest import ModelSpec
 from p2ptrain.models.exact import exact_stage
 from p2ptrain.models.tokenizers import byte_tokenizer
-from p2ptrain.serving.generation import Generation, Generator, Token
+from p2ptrain.serving.generation import Generation, Generator, Load, Token
 from p2ptrain.serving.grammar import Grammars
 from p2ptrain.serving.http.serve import serving_http
 from p2ptrain.serving.sampling import Sampling
@@ -56,6 +56,7 @@ class Repeater:
     context: int = CONTEXT
     vocabulary: int = 257
     audits: dict[str, int] = field(default_factory=dict)
+    loads: tuple[Load, ...] = ()
     steps: asyncio.Semaphore | None = None
     failure: Exception | None = None
     fails_after: int = 0
@@ -76,6 +77,8 @@ class Repeater:
         self.num_probes += 1
         if self.sick is not None:
             raise self.sick
+        async with self.generate([0], Sampling(), max_tokens=1) as generation:
+            await anext(aiter(generation))
 
     async def until(self, running: int) -> None:
         """Wait until so many generations are in progress."""
@@ -129,6 +132,7 @@ class SmallModel:
     def __init__(self, spec: ModelSpec, tokenizer: Any) -> None:
         self.context, self.vocabulary = spec.context, spec.vocabulary
         self.audits: dict[str, int] = {}
+        self.loads: tuple[Load, ...] = ()
         self.running = 0
         self._stage = exact_stage(lively_model(spec), spec)
         self._grammars = Grammars(tokenizer, spec.vocabulary)

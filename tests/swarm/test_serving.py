@@ -210,6 +210,9 @@ def test_the_commands_answer_with_the_tokens_of_one_process(hosts: Hosts) -> Non
             return bool(reply["usage"]["prompt_tokens_details"]["cached_tokens"] == PAGE)
 
         wait_until(is_cached)
+        metrics = httpx.get(f"{url}/../metrics", timeout=60).text
+        assert re.search(r'p2ptrain_http_hosts_kv_pages{stage="1"} [1-9]', metrics)
+        assert httpx.get(f"{url}/../health", timeout=60).json() == {"status": "ok"}
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0
 

@@ -3,14 +3,24 @@
 import json
 import shlex
 import signal
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.processes.daemons import wait_until
-from tests.support.processes.files import TINY, committed, last_round, metrics, set_options, write_text
-from tests.support.processes.swarmlet import background_command, nothing_left_behind, run_command
+from p2ptrain import Swarm
+from p2ptrain.manifest import ModelSpec
+from p2ptrain.models import export_hugging_face
+from p2ptrain.models.exact import exact_stage
+from p2ptrain.serving.sampling import Sampling
+from p2ptrain.serving.text import Text, TextStream
+from tests.support.exact import lively_model, tokens_after
+from tests.support.generators import tokenizer
+from tests.support.processes.daemons import ROOT, wait_until
+from tests.support.processes.files import LOOPBACK, TINY, committed, last_round, metrics, set_options, write_text
+from tests.support.processes.swarmlet import background_command, command, nothing_left_behind, run_command
+from tests.support.processes.tellers import PATIENCE_SECONDS
 
 OPTIONS = (
     *set_options(model=TINY, training={"warmup_steps": 4}, averaging={"grace_seconds": 2}),
@@ -107,3 +117,53 @@ def test_what_no_trainer_can_do_is_said_once(tmp_path: Path) -> None:
     assert done.returncode == 3, done.stderr
     assert done.stderr.startswith("p2ptrain: error: trainer-")
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_served_model_is_talked_with_in_its_own_manner(tmp_path: Path) -> None:
+    """Of its settings, ``top_k = 1`` leaves one answer at any temperature."""
+    spec = ModelSpec(**{**TINY, "layers": 2, "context": 512, "vocabulary": 257})
+    folder, log, model, made = tmp_path / "model", tmp_path / "up.log", lively_model(spec), tokenizer()
+    export_hugging_face(model, spec, folder)
+    made.save_pretrained(folder)
+    (folder / "generation_config.json").write_text(json.dumps({"temperature": 1.5, "top_k": 1}))
+    text = Text(made)
+    prompt = text.encode_chat([{"role": "user", "content": "hi"}])
+    drawn = [token.id for token in tokens_after(exact_stage(model, spec), prompt, Sampling(temperature=0.0), 256)]
+    drawn = drawn[: drawn.index(256)] if 256 in drawn else drawn
+    stream = TextStream(text, prompt)
+    answer = "".join(map(stream.push, drawn))
+    options: list[str | Path] = [
+        "--serve",
+        "--model",
+        folder,
+        "--peers",
+        "2",
+        "--run-dir",
+        tmp_path / "run",
+        *OPTIONS[-5:],
+    ]
+    with nothing_left_behind(), log.open("wb") as output:
+        process = subprocess.Popen(
+            command("up", *options), cwd=ROOT, stdin=subprocess.PIPE, stdout=output, stderr=output
+        )
+        try:
+            assert process.stdin is not None
+            process.stdin.write(b"hi\n")
+            process.stdin.flush()
+            wait_until(lambda: "first after" in log.read_text(errors="replace"), 2 * PATIENCE_SECONDS)
+            (line,) = [line for line in log.read_text().splitlines() if line.startswith("  p2ptrain chat ")]
+            told = subprocess.run(
+                command(*shlex.split(line)[1:]), cwd=ROOT, input="hi\n/reset\nhi\n", capture_output=True,
+                encoding="utf-8", timeout=PATIENCE_SECONDS,
+            )  # fmt: skip
+            assert (told.returncode, told.stdout) == (0, f"{answer}\n{answer}\n"), told.stderr
+            with Swarm.join(shlex.split(line)[2], listen=(LOOPBACK,)) as swarm:
+                asked = swarm.language_model(weights=folder).stream(prompt, do_sample=True, max_new_tokens=len(drawn))
+                assert list(asked) == drawn
+            process.stdin.close()
+            assert process.wait(PATIENCE_SECONDS) == 0
+        finally:
+            process.kill()
+            process.wait()
+    assert f"{answer}\n[" in log.read_text()
+    assert "by host-1 → host-2]" in log.read_text()

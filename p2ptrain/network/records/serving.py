@@ -25,8 +25,10 @@ MAX_TOTAL = 1 << 48
 """Bound of all counters; a million tokens per second take nine years to reach it."""
 MAX_SESSIONS = 1_000_000
 MAX_VERSIONS = 4
+MAX_STEP_SECONDS = 60.0
 NO_COUNTS = (0,) * (len(BOUNDS) + 1)
 Total = Annotated[int, Meta(ge=0, le=MAX_TOTAL)]
+StepSeconds = Annotated[float, Meta(ge=0.0, le=MAX_STEP_SECONDS)]
 _TOLERANCE = 1e-3
 """Relative tolerance for sums in floating point."""
 
@@ -140,6 +142,8 @@ class ServedStage(msgspec.Struct, frozen=True, array_like=True):
         free_pages: Pages for keys and values, of 64 positions each.
         sessions: Open now.
         grammars: Id of the engine for answers in a given form; empty if the peer has none, or not the last stage.
+        pages: All of its pages, free or not.
+        base_seconds, row_seconds: Of a batch, as the peer measures them; 0 while it does not know.
     """
 
     stage: Count
@@ -150,6 +154,9 @@ class ServedStage(msgspec.Struct, frozen=True, array_like=True):
     free_pages: Count = 0
     sessions: Count = 0
     grammars: Annotated[str, Meta(max_length=64)] = ""
+    pages: Count = 0
+    base_seconds: StepSeconds = 0.0
+    row_seconds: StepSeconds = 0.0
 
 
 @dataclass(frozen=True)

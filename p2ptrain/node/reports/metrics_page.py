@@ -93,6 +93,10 @@ def _families_of(record: PeerRecord, rounds: tuple[int, int]) -> Iterator[Metric
     if record.serving is not None:
         serving = record.serving
         yield from serving_families("p2ptrain_peer_serving", serving.sessions, serving.totals)
+        if (served := serving.served) is not None:
+            pages, free = "Pages of keys and values, of 64 positions", "Those of them that sessions can reserve"
+            yield GaugeMetricFamily("p2ptrain_peer_serving_kv_pages", pages, value=served.pages)
+            yield GaugeMetricFamily("p2ptrain_peer_serving_kv_free_pages", free, value=served.free_pages)
 
 
 def serving_families(peers: str, sessions: int, totals: ServingTotals) -> Iterator[Metric]:

@@ -35,9 +35,10 @@ class SwarmModel:
         """Return the peers that serve a stage, by their records."""
         dials = self.peer.rpc.dial_seconds
         return [
-            Host(held.record.peer, held.record.serving.served, dials.get(held.record.peer, 0.0))
+            Host(peer, serving.served, dials.get(peer), drafts=(totals.drafted_tokens, totals.accepted_tokens))
             for held in self.peer.presence.book.held()
-            if held.record.serving is not None and held.record.serving.served is not None
+            if (serving := held.record.serving) is not None and serving.served is not None
+            for peer, totals in [(held.record.peer, serving.totals)]
         ]
 
     def name_of(self, peer: str) -> str:

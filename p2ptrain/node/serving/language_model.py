@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
@@ -13,13 +13,13 @@ import torch
 from transformers.modeling_outputs import CausalLMOutput
 
 from p2ptrain.errors import IntegrityError, TemporaryError, UsageError
-from p2ptrain.models.pretrained import manifest_tokenizer
+from p2ptrain.models.pretrained import generation_settings, manifest_tokenizer
 from p2ptrain.network.schema import from_wire
 from p2ptrain.node.serving.client import SwarmModel
 from p2ptrain.node.thread import PeerThread
 from p2ptrain.pipeline.plan import stage_blocks
 from p2ptrain.serving.client.draft import load_draft
-from p2ptrain.serving.sampling import Sampling
+from p2ptrain.serving.sampling import OWN_SETTINGS, Sampling
 from p2ptrain.serving.text import Text
 from p2ptrain.training.bridge import Bridge
 
@@ -35,8 +35,9 @@ class Settings(TypedDict, total=False):
 
     Attributes:
         max_new_tokens: Tokens to draw at most; 20 by default.
-        do_sample: False (the default) takes the likeliest token.
-        temperature, top_p, top_k, repetition_penalty: As in transformers; by default none of them changes anything.
+        do_sample: False takes the likeliest token.
+        temperature, top_p, top_k, repetition_penalty: As in transformers. They and ``do_sample`` are by default the
+            pretrained model's own, if its files are here; else the likeliest token is taken.
         eos_token_id: Tokens that end an answer; by default the tokenizer's. An empty list stands for none.
         seed: Of the draws; the second row draws from the next seed, and so on. By default any.
     """
@@ -66,9 +67,12 @@ class LanguageModel:
         generator: Generates on the network's event loop.
     """
 
-    def __init__(self, bridge: Bridge, model: SwarmModel, load_tokenizer: Callable[[], Any]) -> None:
-        """``load_tokenizer`` is called once, when the tokenizer is needed."""
+    def __init__(
+        self, bridge: Bridge, model: SwarmModel, load_tokenizer: Callable[[], Any], own: Mapping[str, Any]
+    ) -> None:
+        """``load_tokenizer`` is called once, when the tokenizer is needed; ``own`` has the settings by default."""
         self._bridge = bridge
+        self._own = own
         self.generator = model.generator
         self._load_tokenizer = load_tokenizer
 
@@ -178,7 +182,7 @@ class LanguageModel:
         most = settings.get("max_new_tokens", MAX_NEW_TOKENS)
         if most < 1:
             raise UsageError(f"max_new_tokens: {most} is not above 0")
-        return _Tokens(self._bridge, partial(self.generator.generate, ids, _sampling(settings, row),
+        return _Tokens(self._bridge, partial(self.generator.generate, ids, _sampling({**self._own, **settings}, row),
                                              max_tokens=most, stops=ends))  # fmt: skip
 
 
@@ -224,7 +228,8 @@ def open_language_model(
     """Return the model of a peer's swarm; see `Swarm.language_model`."""
     manifest = running.peer.manifest
     model = SwarmModel(running.peer, stage_blocks(manifest), wait_seconds)
-    found = LanguageModel(running.bridge(), model, lambda: manifest_tokenizer(manifest, weights, allowed))
+    own = generation_settings(manifest, weights)
+    found = LanguageModel(running.bridge(), model, lambda: manifest_tokenizer(manifest, weights, allowed), own)
     if draft is not None:
         model.generator.draft = load_draft(draft, manifest.model.vocabulary, found.tokenizer)
     return found
@@ -242,14 +247,12 @@ def _prompts(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> li
     return [ids[kept.bool()].tolist() for ids, kept in zip(input_ids.cpu(), mask.cpu(), strict=True)]
 
 
-def _sampling(settings: Settings, row: int) -> Sampling:
+def _sampling(settings: Mapping[str, Any], row: int) -> Sampling:
     """Return the settings of one row; raise `UsageError` for a value out of range."""
-    known: dict[str, Any] = {
-        name: value for name, value in settings.items() if name in ("top_p", "top_k", "repetition_penalty")
-    }
-    temperature = float(settings.get("temperature", 1.0)) if settings.get("do_sample") else 0.0
+    known = {name: settings[name] for name in OWN_SETTINGS if settings.get(name) is not None}
+    known |= {} if settings.get("do_sample") else {"temperature": 0.0}
     seed = settings.get("seed", time.time_ns() & 0xFFFFFFFF) + row
     try:
-        return from_wire(Sampling, {**known, "temperature": temperature, "seed": seed})
+        return from_wire(Sampling, {**known, "seed": seed})
     except IntegrityError as error:
         raise UsageError(str(error)) from error

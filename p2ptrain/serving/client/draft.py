@@ -21,7 +21,7 @@ from p2ptrain.models.exact import PAGE, ExactStage, Part, exact_stage
 from p2ptrain.models.pretrained import describe_pretrained, longest_context
 from p2ptrain.models.tokenizers import load_pretrained_tokenizer
 from p2ptrain.runtime import Runtime
-from p2ptrain.serving.host.speculation import Account, Lookup
+from p2ptrain.serving.host.speculation import TRIAL_EVERY, TRIAL_PART, TRIAL_TOKENS, Account, Lookup
 from p2ptrain.serving.journal import Journal
 from p2ptrain.serving.messages import AHEAD
 from p2ptrain.serving.sampling import Sampling, draw
@@ -110,6 +110,9 @@ class Guesses:
 class Proposals:
     """Appends drafts to the journal of a session, a wave at a time, while they pay.
 
+    The hosts draft while this client does not. So it is silent for `TRIAL_TOKENS` now and then, and its drafts have to
+    be better than theirs.
+
     A wave begins with the token after all drafts of the wave before: the first stage's host computes its row at once,
     and the drafts reach the host later. So a wave with drafts takes no longer than one without, except to tell that a
     draft was right. Where the last tokens occurred before, what followed them is taken in place of a guess.
@@ -132,16 +135,31 @@ class Proposals:
         await self._runtime.serve(self._guesses.follow, list(journal.ids), 0)
         first = start = end = journal.known
         drafted, trims, since = 0, len(journal.trims), -1.0
+        account, trial_end = self._account, 0
+        # Part of a time without drafts: first token, number, beginning.
+        quiet: tuple[int, int, float] | None = None
         while True:
             while journal.known <= end and len(journal.trims) == trims:
                 await journal.changed.wait()
             now = loop.time()
-            if since >= 0:
-                self._account.note(drafted, min(drafted, journal.known - start - 1), now - since)
+            if since >= 0 and (drafted or now - since > account.plain / 2):  # Else it is of the hosts' wave before.
+                account.note(drafted, min(drafted, journal.known - start - 1), now - since)
+            account.until_trial -= journal.known - start
             start, trims = journal.known, len(journal.trims)
             # As many tokens may have waited for the client's connection: their pace is none.
             since = now if start >= first + AHEAD else -1.0
-            drafts = await self._drafts(list(journal.ids), min(self._stop - start, self._account.choose()))
+            if account.until_trial <= 0:
+                account.until_trial, trial_end = TRIAL_EVERY, start + TRIAL_TOKENS
+            count = account.choose() if start >= trial_end else 0
+            if count:
+                quiet = None
+            elif quiet is None:
+                quiet = (start, 0, now)
+            elif start >= quiet[0] + TRIAL_PART:
+                at, number, began = quiet
+                account.rival = (now - began) / (start - at) if number else account.rival
+                quiet = (start, number + 1, now)
+            drafts = await self._drafts(list(journal.ids), min(self._stop - start, count))
             known = journal.ids[start : journal.known]  # Drawn while the draft computed.
             is_late = len(journal.trims) > trims or known != drafts[: len(known)]
             drafted, end = len(drafts), start if is_late else start + len(drafts)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from statistics import median
 from typing import NamedTuple
 
 from p2ptrain.buffers import Bounded
@@ -13,19 +14,32 @@ from p2ptrain.models.exact import PAGE
 from p2ptrain.network.records.serving import ServedStage
 from p2ptrain.serving.messages import MAX_CANDIDATES, Version
 
-WAITING_SECONDS = 0.01
-"""Cost of one session at a host, in seconds of distance."""
+UNKNOWN_ROW_SECONDS = 0.01
+"""Time of a row of a batch while no host has told any."""
+LEARNED, FORGET_SECONDS = 0.5, 600.0
+"""Share of a route's excess that one answer tells, and the half-life of what was learned."""
+MAX_PACES = 4096
+LEAST_SECONDS, RESOLUTION = 0.001, 0.1
+"""Times of a token below which hosts are equal, and the relative difference within which they are."""
 ROW_SECONDS, MOST_GAIN_SECONDS = 0.0005, 0.2
 """Gain of a row that a host need not compute, and of all such rows at most: prefixes do not crowd a host."""
 MAX_RECENT_PAGES = 16384
 
 
 class Host(NamedTuple):
-    """A peer that serves a stage; ``seconds`` is the time to dial it, as far as it is known."""
+    """A peer that serves a stage.
+
+    Attributes:
+        seconds: The round trip to it; None if this client has not dialled it.
+        excess: See `Paces`.
+        drafts: Tokens that it drafted, and those of them that were drawn then.
+    """
 
     peer: str
     served: ServedStage
-    seconds: float = 0.0
+    seconds: float | None = None
+    excess: float = 0.0
+    drafts: tuple[int, int] = (0, 0)
 
 
 class Plan(NamedTuple):
@@ -82,15 +96,59 @@ class RecentPrefixes:
         return Prefix(number * PAGE, self._routes[salt, pages[number - 1]]) if number else None
 
 
+class Paces:
+    """By how much hosts are slower than they claim, from the pace of whole routes.
+
+    A route's excess is spread over its hosts evenly (Kaczmarz's method), and honest ones lose it in other routes. So a
+    claim is only what a client believes first.
+    """
+
+    def __init__(self) -> None:
+        self._excess = Bounded[str, tuple[float, float]](MAX_PACES)
+
+    def excess(self, peer: str, now: float) -> float:
+        """Return the seconds that a token takes at a host beyond the expected ones."""
+        seconds, at = self._excess.get(peer, (0.0, now))
+        return seconds * math.exp2((at - now) / FORGET_SECONDS)
+
+    def note(self, expected: Mapping[str, float], seconds: float, now: float) -> None:
+        """Record the seconds of a token on a route; ``expected`` has those of each host, with its excess."""
+        error = LEARNED * (seconds - sum(expected.values())) / len(expected)
+        for peer in expected:
+            self._excess[peer] = (max(0.0, self.excess(peer, now) + error), now)
+
+
+def expected(hosts: Sequence[Host]) -> dict[str, float]:
+    """Return the seconds that the next session's token takes at each host: round trip, batch and queue.
+
+    A batch has a row of each session. A row waits for half of the batch before. What is unknown of a host is the median
+    of the others', so nobody gains by telling nothing.
+    """
+
+    def usual(values: Sequence[float | None], default: float) -> float:
+        return median(known) if (known := [each for each in values if each]) else default
+
+    trip = usual([host.seconds for host in hosts], 0.0)
+    base = usual([host.served.base_seconds for host in hosts], 0.0)
+    row = usual([host.served.row_seconds for host in hosts], UNKNOWN_ROW_SECONDS)
+    found: dict[str, float] = {}
+    for host in hosts:
+        served, round_trip = host.served, trip if host.seconds is None else host.seconds
+        now = (served.base_seconds or base) + (served.row_seconds or row) * served.sessions
+        batch = now + (served.row_seconds or row)
+        found[host.peer] = round_trip + batch + (now / 2 if served.sessions else 0.0) + host.excess
+    return found
+
+
 def choose(
     hosts: Sequence[Host], num_stages: int, session: bytes, needs: Needs = ANY, *, only: Version | None = None
 ) -> Plan | int:
     """Return the plan of a session, or the number of a stage that no host serves in a common version.
 
     The newest round counts that all stages have in one arithmetic; where the model has one stage, the newest that most
-    hosts have reached, because nothing else holds against a single record of a huge round. Near and idle hosts come
-    first; the session's id spreads sessions over equal ones. A host that computed the prompt's prefix comes before
-    others that are not much better.
+    hosts have reached, because nothing else holds against a single record of a huge round. Hosts come first that are
+    `expected` to take least for a token; the session's id spreads sessions over equal ones. A host that computed the
+    prompt's prefix comes before others that are not much better.
     """
     able = [host for host in hosts if is_able(host, num_stages) and host.served.context >= needs.positions]
     able = [host for host in able if host.peer not in needs.without]
@@ -106,6 +164,7 @@ def choose(
             stages = versions.setdefault((round_, host.served.arithmetic), {})
             stages.setdefault(host.served.stage, {}).setdefault(digest, []).append(host)
     most = _reached(able) if num_stages == 1 else math.inf
+    seconds = expected(able)
     newest = sorted(versions.items(), key=lambda each: (each[0][0] <= most, each[0]), reverse=True)
     for (round_, arithmetic), stages in newest:
         if len(stages) < num_stages:
@@ -116,7 +175,7 @@ def choose(
         if only is not None and version != only:
             continue
         found = (stages[number][digest] for number, digest in enumerate(digests))
-        return Plan(version, tuple(_ordered(each, session, needs.prefix) for each in found), engine or "")
+        return Plan(version, tuple(_ordered(each, session, needs.prefix, seconds) for each in found), engine or "")
     served = {host.served.stage for host in able}
     return next((number for number in range(num_stages) if number not in served), 0)
 
@@ -153,12 +212,14 @@ def _agreed(hosts: dict[bytes, list[Host]]) -> bytes:
     return max(hosts, key=lambda digest: (len(hosts[digest]), digest))
 
 
-def _ordered(hosts: Sequence[Host], session: bytes, prefix: Prefix | None) -> tuple[str, ...]:
-    def cost(host: Host) -> tuple[bool, float, bytes]:
-        seconds = host.seconds + WAITING_SECONDS * host.served.sessions
+def _ordered(
+    hosts: Sequence[Host], session: bytes, prefix: Prefix | None, expected: Mapping[str, float]
+) -> tuple[str, ...]:
+    def cost(host: Host) -> tuple[bool, int, bytes]:
+        seconds = expected[host.peer]
         if prefix is not None and host.peer in prefix.route:
             seconds -= min(ROW_SECONDS * prefix.rows, MOST_GAIN_SECONDS)
         tie = hashlib.sha256(session + host.peer.encode()).digest()
-        return not host.served.free_pages, round(seconds, 2), tie
+        return not host.served.free_pages, round(math.log(max(seconds, LEAST_SECONDS)) / RESOLUTION), tie
 
     return tuple(host.peer for host in sorted(hosts, key=cost)[:MAX_CANDIDATES])

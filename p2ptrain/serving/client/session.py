@@ -8,6 +8,7 @@ import logging
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager
+from statistics import fmean, median
 from typing import Any
 
 import msgspec
@@ -57,6 +58,8 @@ WATCH_SECONDS = 1.0
 """Interval of looks at a session's progress."""
 PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.1, 2.0
 """Backoff between attempts to find hosts."""
+LEAST_WAVES = 8
+"""Times between tokens that tell a route's pace."""
 
 
 class SwarmSession:
@@ -102,6 +105,8 @@ class SwarmSession:
         self._taken_at = asyncio.get_running_loop().time()
         self._left: frozenset[str] = frozenset()
         self._granted = asyncio.Event()
+        self._due_at: float | None = None
+        self._waves: list[float] = []
 
     def _use(self, ticket: Ticket) -> None:
         """Begin a session with a ticket."""
@@ -119,6 +124,18 @@ class SwarmSession:
     @property
     def cached(self) -> int:
         return self._cached or 0
+
+    @property
+    def pace(self) -> float | None:
+        """The usual seconds of a wave; None after few. Tokens that came with the one before are of its wave."""
+        if len(self._waves) < LEAST_WAVES:
+            return None
+        return median([each for each in self._waves if each >= fmean(self._waves) / 2])
+
+    @property
+    def _permitted(self) -> int:
+        """The position up to which the last host may draw."""
+        return min(self._stop, max(self._taken, self.ticket.prompt) + AHEAD)
 
     async def run(self) -> None:
         """Keep hosts supplied and receive tokens until cancelled; a failure is raised by the iteration."""
@@ -214,8 +231,7 @@ class SwarmSession:
         while True:
             await asyncio.sleep(WATCH_SECONDS)
             progress = self._progressed()
-            is_due = self._next < min(self._stop, max(self._taken, self.ticket.prompt) + AHEAD)
-            is_due = is_due and not (self.drawn and self.drawn[-1] in self.ticket.stops)
+            is_due = self._next < self._permitted and not (self.drawn and self.drawn[-1] in self.ticket.stops)
             if progress != seen or not is_due:
                 longest = max(longest, now() - since) if self.drawn and is_due else longest
                 seen, since = progress, now()
@@ -307,9 +323,12 @@ class SwarmSession:
             if token.position < journal.end and journal.ids[token.position] != token.id:
                 raise ProtocolError(host, f"another token {token.position} than before")
             return
-        if token.position >= min(self._stop, max(self._taken, self.ticket.prompt) + AHEAD):
+        if token.position >= self._permitted:
             raise ProtocolError(host, f"token {token.position}, which was not granted")
         self._next += 1
+        now = asyncio.get_running_loop().time()
+        self._waves += [] if self._due_at is None else [now - self._due_at]
+        self._due_at = now if self._next < self._permitted else None
         self.drawn.append(token.id)
         if token.position < journal.end and journal.ids[token.position] == token.id:
             journal.append([], known=self._next)  # A draft was right.

@@ -15,9 +15,22 @@ import torch
 from p2ptrain.network.rpc.endpoint import Rpc
 from p2ptrain.serving.client.audit import Answer, Auditor, Tokens
 from p2ptrain.serving.client.draft import Draft, Guesses, Proposals
-from p2ptrain.serving.client.routes import ANY, Host, Needs, Plan, RecentPrefixes, choose, longest, sides
+from p2ptrain.serving.client.routes import (
+    ANY,
+    Host,
+    Needs,
+    Paces,
+    Plan,
+    RecentPrefixes,
+    choose,
+    expected,
+    is_able,
+    longest,
+    sides,
+)
 from p2ptrain.serving.client.session import LogitsSession, SwarmSession
 from p2ptrain.serving.errors import MixedHostsError, NoGrammarError, NoHostError, PromptTooLongError, VersionGoneError
+from p2ptrain.serving.generation import Load
 from p2ptrain.serving.messages import TICKET_SECONDS, Ticket, Version
 from p2ptrain.serving.prefix import page_hashes
 from p2ptrain.serving.sampling import Sampling
@@ -67,7 +80,7 @@ class SwarmGenerator:
         self._signer = signer
         self._hosts = hosts
         self._wait_seconds = wait_seconds
-        self._recent = RecentPrefixes()
+        self._recent, self._paces = RecentPrefixes(), Paces()
         self.draft: Draft | None = None
         self.auditor = Auditor(rpc.runtime, audit_share, self._again, hosts)
         self.audits = self.auditor.counts
@@ -77,9 +90,20 @@ class SwarmGenerator:
         """Most tokens of a prompt and its answer, by the hosts' records; 0 while a stage has no host."""
         return longest(self._hosts(), len(self._blocks))
 
+    @property
+    def loads(self) -> list[Load]:
+        """The load of each stage's hosts together."""
+        of_stages: list[list[tuple[int, ...]]] = [[] for _ in self._blocks]
+        for host in self._hosts():
+            if is_able(host, len(self._blocks)):
+                of_stages[host.served.stage].append((host.served.pages, host.served.free_pages, *host.drafts))
+        return [Load(*map(sum, zip(*each, strict=True))) for each in of_stages]
+
     async def probe(self) -> None:
-        """Raise `NoHostError` unless each stage has a host."""
+        """Generate a token; raise as `generate`, and at once if a stage has no host."""
         self._plan(bytes(16))
+        async with self.generate([0], Sampling(temperature=0.0), max_tokens=1) as session:
+            await anext(aiter(session))
 
     def generate(
         self, ids: Sequence[int], sampling: Sampling, *, max_tokens: int, stops: Sequence[int] = (), key: str = ""
@@ -130,6 +154,7 @@ class SwarmGenerator:
                 tasks.call(proposals.run(), "draft")
             try:
                 yield session
+                self._note_pace(session)
             finally:
                 if all(session.route):
                     self._recent.note(salt, pages, session.route)
@@ -172,6 +197,17 @@ class SwarmGenerator:
         async with self._running(SwarmSession, ticket, answer.ids, needs, end) as session:
             return tuple([token.id async for token in session])
 
+    def _note_pace(self, session: SwarmSession) -> None:
+        """Learn which hosts are slower than they claim."""
+        costs, pace = expected(self._known()), session.pace
+        if pace is not None and not session.failovers and all(peer in costs for peer in session.route):
+            self._paces.note({peer: costs[peer] for peer in session.route}, pace, self._rpc.runtime.now())
+
+    def _known(self) -> list[Host]:
+        """Return the known hosts, with what their answers told."""
+        now = self._rpc.runtime.now()
+        return [host._replace(excess=self._paces.excess(host.peer, now)) for host in self._hosts()]
+
     def _expiry(self) -> float:
         return self._rpc.runtime.now() + TICKET_SECONDS
 
@@ -201,7 +237,8 @@ class SwarmGenerator:
             await asyncio.sleep(LOOK_SECONDS)
 
     def _plan(self, id: bytes, needs: Needs = ANY, version: Version | None = None) -> Plan:
-        hosts, num_stages = self._hosts(), len(self._blocks)
+        hosts: Sequence[Host] = self._known()
+        num_stages = len(self._blocks)
         if needs.among is None:
             hosts = self.auditor.trusted(hosts)
         found = choose(hosts, num_stages, id, needs, only=version)

@@ -10,7 +10,7 @@ import torch
 
 from p2ptrain.errors import PeerRefusedError, ProtocolError
 from p2ptrain.models.exact import ExactStage
-from p2ptrain.network.records.serving import ServedStage, ServingReport
+from p2ptrain.network.records.serving import MAX_STEP_SECONDS, ServedStage, ServingReport
 from p2ptrain.network.rpc.channel import Channel
 from p2ptrain.network.rpc.endpoint import Rpc
 from p2ptrain.serving.host.session import BEAT_SECONDS, HostSession, Key
@@ -91,10 +91,11 @@ class ServingHost:
 
     def report(self) -> ServingReport:
         """Return this host's part of its peer's record."""
-        offer, sessions = self._offer, len(self.book.open)
+        offer, sessions, pool, costs = self._offer, len(self.book.open), self.book.pool, self.executor.costs
         served = ServedStage(
-            offer.number, offer.num_stages, tuple(self.keys), offer.arithmetic, offer.context, self.book.pool.num_free,
-            sessions, offer.grammars.engine if offer.grammars is not None else "",
+            offer.number, offer.num_stages, tuple(self.keys), offer.arithmetic, offer.context, pool.num_free,
+            sessions, offer.grammars.engine if offer.grammars is not None else "", pool.num_pages,
+            min(costs.base, MAX_STEP_SECONDS), min(costs.row or 0.0, MAX_STEP_SECONDS),
         )  # fmt: skip
         return ServingReport(sessions if offer.is_last else 0, self.book.meter.totals(), served)
 

@@ -7,6 +7,7 @@ temperature. Drafts repeat the tokens after an earlier occurrence of the last on
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 from p2ptrain.serving.host.meter import Meter
@@ -21,6 +22,8 @@ STAKE = 0.01
 """Share of the time that drafts may lose while they find nothing."""
 MAX_SAVED = 4.0
 """Most of the balance, in plain waves: text that drafts fit no more may lose so much."""
+TRIAL_EVERY, TRIAL_TOKENS, TRIAL_PART = 1024, 32, 8
+"""Tokens from one trial of others' drafts to the next, of a trial, and of its parts; the first one tells no pace."""
 PACE_SHARE = 0.2
 """Weight of the newest wave in the averages."""
 
@@ -72,16 +75,19 @@ class Account:
     """Chooses how many tokens to draft, by the seconds that drafts have saved and lost so far.
 
     A wave is one way of rows round the chain. It yields a token, and one more for each accepted draft. The account
-    compares its seconds with those of plain waves. While it is overdrawn nothing is drafted; a share of all time is
-    paid in, so that other text is noticed. So text that drafts do not fit loses that share.
+    compares its seconds with those of plain waves, and of a `rival`. While it is overdrawn nothing is drafted; a share
+    of all time is paid in, so that other text is noticed. So text that drafts do not fit loses that share.
 
     Attributes:
         balance: Seconds saved.
+        plain: Seconds of a wave without drafts.
+        rival: Seconds of a token by the drafts of others, which are in use while these are not.
+        until_trial: Tokens until others show their pace.
     """
 
     def __init__(self) -> None:
-        self.balance = 0.0
-        self._plain = 0.0
+        self.balance = self.plain = 0.0
+        self.rival, self.until_trial = math.inf, TRIAL_TOKENS
         self._row = 0.0
         self._accepted, self._judged = 1.0, 2.0
 
@@ -89,21 +95,21 @@ class Account:
         """Record a wave."""
         if not drafted:
             self._row = self._row or seconds / (MAX_DRAFTS + 1)
-            self._plain += (seconds - self._plain) * (PACE_SHARE if self._plain else 1.0)
+            self.plain += (seconds - self.plain) * (PACE_SHARE if self.plain else 1.0)
             self.balance += STAKE * seconds
-        elif self._plain:
-            row = max(0.0, seconds - self._plain) / drafted
+        elif self.plain:
+            row = max(0.0, seconds - self.plain) / drafted
             if not accepted or row < self._row:  # Else a client's drafts also took a hop more, however many they are.
                 self._row += PACE_SHARE * (row - self._row)
-            self.balance += (1 + accepted) * self._plain - seconds
-            self._plain += PACE_SHARE * min(0.0, seconds - self._plain)  # Drafts save no time within a wave.
+            self.balance += (1 + accepted) * min(self.plain, self.rival) - seconds
+            self.plain += PACE_SHARE * min(0.0, seconds - self.plain)  # Drafts save no time within a wave.
             self._accepted = (1 - PACE_SHARE) * self._accepted + accepted
             self._judged = (1 - PACE_SHARE) * self._judged + min(drafted, accepted + 1)
-        self.balance = min(self.balance, MAX_SAVED * self._plain)
+        self.balance = min(self.balance, MAX_SAVED * self.plain)
 
     def choose(self) -> int:
         """Return how many tokens the next wave may draft: the fastest number that risks no more than the balance."""
-        if not self._plain or self.balance < 0:
+        if not self.plain or self.balance < 0:
             return 0
         hit = self._accepted / self._judged
         best, fastest, tokens = 1, 0.0, 1.0
@@ -111,7 +117,7 @@ class Account:
             if count > 1 and count * self._row > self.balance:
                 break
             tokens += hit**count
-            if (rate := tokens / (self._plain + count * self._row)) > fastest:
+            if (rate := tokens / (self.plain + count * self._row)) > fastest:
                 best, fastest = count, rate
         return best
 
@@ -127,7 +133,7 @@ class Speculation:
         self._is_client = False
 
     def leave_to_client(self, drafts: int) -> None:
-        """Take the client's drafts in a wave, and draft none from then on: the client has better ones."""
+        """Take the client's drafts in a wave, and draft none in the next: while it sends some, they are better."""
         self._is_client = True
         self._drafted = max(self._drafted, drafts)
 
@@ -142,9 +148,10 @@ class Speculation:
             return []
         if self._since is not None:
             accepted = min(self._drafted, len(ids) - self._end - 1)
-            self._account.note(self._drafted, accepted, now - self._since)
+            if not self._is_client:  # Else its luck and its way here are the client's.
+                self._account.note(self._drafted, accepted, now - self._since)
             self._meter.count_drafts(self._drafted, accepted)
-        is_idle = self._is_client or others > MAX_OTHER_ROWS
+        is_idle, self._is_client = self._is_client or others > MAX_OTHER_ROWS, False
         count = min(most or 0, 0 if is_idle else self._account.choose())
         drafts = self._lookup.draft(ids, count)
         self._end, self._drafted, self._since = len(ids), len(drafts), None if most is None else now

@@ -21,7 +21,7 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp
 
-from p2ptrain.errors import P2PTrainError, TemporaryError
+from p2ptrain.errors import DeadlineError, P2PTrainError, TemporaryError
 from p2ptrain.serving.errors import OverloadedError
 from p2ptrain.serving.generation import Generator
 from p2ptrain.serving.http.answers import Form
@@ -51,6 +51,7 @@ END_SECONDS = 5.0
 """How long the generator may take to end generations that are cancelled."""
 MAX_NAME_CHARS = 256
 PROBE_SECONDS = 10.0
+"""Timeout of a probe's token; > a failover."""
 PROBED_SECONDS = 10.0
 """How long ``/health`` repeats the result of a probe."""
 STATIC = Path(__file__).parent / "static"
@@ -210,6 +211,8 @@ class Api:
                 failure: P2PTrainError | None = None
                 try:
                     await Patience(PROBE_SECONDS, self._stopping).bound(self._generator.probe())
+                except DeadlineError:
+                    failure = TemporaryError(f"a probe failed: no token came within {PROBE_SECONDS:g} s")
                 except P2PTrainError as error:
                     failure = TemporaryError(f"a probe failed: {error}")
                 self._probed = (now, failure)

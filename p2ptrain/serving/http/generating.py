@@ -84,7 +84,7 @@ class Generating:
     """Runs requests on a generator, counts their tokens, and decodes them."""
 
     def __init__(self, generator: Generator, text: Text) -> None:
-        self.metrics = Metrics(generator.audits)
+        self.metrics = Metrics(generator)
         self._generator = generator
         self._text = text
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.core import CounterMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import generate_latest
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from p2ptrain.network.records.serving import BOUNDS
+from p2ptrain.serving.generation import Generator, Load
 from p2ptrain.serving.http.problems import answer_of, refusal
 
 CLIENT_LEFT = 499
@@ -23,8 +24,8 @@ BUCKETS = BOUNDS[::2]
 class Metrics:
     """The counters, histograms and gauges of one server."""
 
-    def __init__(self, audits: Mapping[str, int]) -> None:
-        """``audits`` counts those of answers, by result."""
+    def __init__(self, generator: Generator) -> None:
+        """``generator`` tells of audits and hosts."""
         self._registry = registry = CollectorRegistry()
         prefix = "p2ptrain_http"
         self.requests = Counter(
@@ -50,16 +51,21 @@ class Metrics:
             registry=registry, buckets=BUCKETS,
         )  # fmt: skip
 
-        self._audits = audits
+        self._generator = generator
         registry.register(self)
 
-    def collect(self) -> Iterator[CounterMetricFamily]:
-        """Yield counters that are kept elsewhere."""
+    def collect(self) -> Iterator[Metric]:
+        """Yield what is counted elsewhere: audits, and by the hosts' records their pages and drafts."""
         family = CounterMetricFamily("p2ptrain_http_audits", "Answers generated again on other hosts, by result",
                                      labels=["result"])  # fmt: skip
-        for result, number in self._audits.items():
+        for result, number in self._generator.audits.items():
             family.add_metric([result], number)
         yield family
+        for name in Load._fields:
+            gauge = GaugeMetricFamily(f"p2ptrain_http_hosts_{name}", "Told by the hosts of a stage", labels=["stage"])
+            for stage, load in enumerate(self._generator.loads):
+                gauge.add_metric([str(stage)], getattr(load, name))
+            yield gauge
 
     def exposition(self) -> bytes:
         return generate_latest(self._registry)

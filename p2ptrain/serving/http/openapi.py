@@ -41,7 +41,7 @@ _OPERATIONS: tuple[tuple[str, str, type | None, tuple[type, ...], tuple[int, ...
     ("/v1/chat/completions", "Answer a conversation.", ChatRequest, (ChatAnswer, ChatChunk), tuple(_REFUSALS)),
     ("/v1/completions", "Continue prompts.", CompletionRequest, (CompletionAnswer, CompletionAnswer), tuple(_REFUSALS)),
     ("/v1/responses", "Answer, in the newer form.", ResponseRequest, (ResponseAnswer, ResponseEvent), tuple(_REFUSALS)),
-    ("/health", "Whether a probe is answered.", None, (Health,), (503,)),
+    ("/health", "Whether a token can be generated.", None, (Health,), (503,)),
 )
 """Path, description, body, answer (whole, and as an event), and codes of refusals of each operation."""
 _JSON, _EVENTS = "application/json", "text/event-stream"

@@ -32,7 +32,7 @@ from p2ptrain.serving.http.schemas import (
     ResponseRequest,
     TextFormat,
 )
-from p2ptrain.serving.sampling import Grammar, Sampling
+from p2ptrain.serving.sampling import OWN_SETTINGS, Grammar, Sampling
 from p2ptrain.serving.text import Text
 
 T = TypeVar("T")
@@ -67,10 +67,11 @@ class Limits:
 class Preparing:
     """Prepares requests for one generator; text becomes tokens in a thread, one request at a time."""
 
-    def __init__(self, generator: Generator, text: Text, limits: Limits) -> None:
+    def __init__(self, generator: Generator, text: Text, limits: Limits, sampling: Sampling) -> None:
         self._generator = generator
         self._text = text
         self._limits = limits
+        self._default = sampling
         self._encoding = asyncio.Lock()
         self._grammars: Grammars | None = None
 
@@ -161,12 +162,11 @@ class Preparing:
         if len(biases) < len(body.logit_bias):
             raise RequestError(400, "logit_bias: its keys are token ids", "logit_bias", "invalid_value")
         self._check_ids([token_id for token_id, _ in biases], "logit_bias")
-        return Sampling(
-            temperature=body.temperature, top_p=body.top_p, top_k=body.top_k,
-            seed=secrets.randbits(63) if body.seed is None else body.seed & MAX_SEED,
+        given = {name: value for name in OWN_SETTINGS if (value := getattr(body, name)) is not None}
+        return msgspec.structs.replace(
+            self._default, **given, seed=secrets.randbits(63) if body.seed is None else body.seed & MAX_SEED,
             frequency_penalty=body.frequency_penalty, presence_penalty=body.presence_penalty,
-            repetition_penalty=body.repetition_penalty, logit_bias=tuple(sorted(biases)), logprobs=logprobs,
-            want_logprob=want_logprob,
+            logit_bias=tuple(sorted(biases)), logprobs=logprobs, want_logprob=want_logprob,
         )  # fmt: skip
 
     def _request(

@@ -116,7 +116,8 @@ class ResponseForm(Form):
         return ResponseAnswer(
             id=self._id, created_at=self._created, model=self._model, system_fingerprint=self.request.version,
             status=_status(finish), output=list(self._items), usage=counts if finish else None,
-            temperature=body.temperature, top_p=body.top_p, instructions=body.instructions,
+            temperature=self.request.sampling.temperature, top_p=self.request.sampling.top_p,
+            instructions=body.instructions,
             max_output_tokens=body.max_output_tokens, text=body.text, tools=body.tools, tool_choice=body.tool_choice,
             parallel_tool_calls=body.parallel_tool_calls,
             incomplete_details=Incomplete() if finish == "length" else None,

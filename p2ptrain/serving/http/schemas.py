@@ -177,11 +177,11 @@ class Settings(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     model: Name
     stream: bool = False
-    temperature: Annotated[float, Meta(ge=0.0, le=2.0)] = 1.0
-    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] = 1.0
-    top_k: Annotated[int, Meta(ge=0, le=MAX_TOKENS)] = 0
+    temperature: Annotated[float, Meta(ge=0.0, le=2.0)] | None = None
+    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
+    top_k: Annotated[int, Meta(ge=0, le=MAX_TOKENS)] | None = None
     seed: Annotated[int, Meta(ge=-MAX_SEED, le=MAX_SEED)] | None = None
-    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100.0)] = 1.0
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100.0)] | None = None
     ignore_eos: bool = False
     user: Annotated[str, Meta(max_length=256)] = ""
 

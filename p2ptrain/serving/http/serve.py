@@ -16,6 +16,7 @@ from p2ptrain.serving.http.app import Api
 from p2ptrain.serving.http.generating import Generating
 from p2ptrain.serving.http.keys import Keys
 from p2ptrain.serving.http.preparing import Limits, Preparing
+from p2ptrain.serving.sampling import Sampling
 from p2ptrain.serving.text import Text
 
 logger = logging.getLogger(__name__)
@@ -24,7 +25,8 @@ logger = logging.getLogger(__name__)
 @contextlib.asynccontextmanager
 async def serving_http(
     generator: Generator, tokenizer: Any, *, host: str = "127.0.0.1", port: int = 8000, names: Collection[str] = (),
-    keys: Path | None = None, end_ids: Collection[int] = (), limits: Limits | None = None,
+    keys: Path | None = None, end_ids: Collection[int] = (), sampling: Sampling | None = None,
+    limits: Limits | None = None,
 ) -> AsyncIterator[tuple[str, asyncio.Task[None]]]:  # fmt: skip
     """Serve during the block; at its end refuse further requests, and give those in progress time to end.
 
@@ -35,6 +37,7 @@ async def serving_http(
         names: Host names to answer under, beside ``host``, IP addresses and ``localhost``.
         keys: File of the API keys (see `p2ptrain.serving.http.keys`); None lets everybody in.
         end_ids: Tokens that end an answer, beside the tokenizer's own.
+        sampling: The settings that a request leaves out.
 
     Raises:
         ConfigError: The file of keys cannot be used.
@@ -45,7 +48,8 @@ async def serving_http(
     if keys is None and not _is_loopback(host):
         logger.warning("everybody who reaches %s port %d may use the model: give a file of API keys", host, port)
     text = Text(tokenizer, end_ids)
-    api = Api(generator, Generating(generator, text), Preparing(generator, text, limits), Keys(keys), limits)
+    preparing = Preparing(generator, text, limits, sampling or Sampling())
+    api = Api(generator, Generating(generator, text), preparing, Keys(keys), limits)
     listener = listen(host, port, "--port")
     async with serving(api.app(), listener, [host, *names]) as web:
         try:

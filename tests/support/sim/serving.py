@@ -138,6 +138,7 @@ class ServingSwarm:
     speculates: bool = True
     grammars: Grammars | None = None
     arithmetic: str = ARITHMETIC
+    claims: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     async def start_host(
         self, name: str, number: int, peer: SimulatedPeer | None = None, grammars: Grammars | None = None
@@ -171,16 +172,25 @@ class ServingSwarm:
         before = self.hosts[name]
         return await self.start_host(name, before.number, self.network.restart(before.peer), self.grammars)
 
-    def known(self) -> list[Host]:
-        """Return the hosts by their records, dead ones too."""
-        return [
-            Host(each.peer.peer_id, ServedStage(
-                each.number, self.num_stages, tuple((round_, digest(round_, each.number)) for round_ in self.rounds),
-                each.host.book.offer.arithmetic, self.context, 1, 0,
-                each.host.report().served.grammars,  # type: ignore[union-attr]
-            ))
-            for each in self.hosts.values()
-        ]  # fmt: skip
+    def known(self, rpc: Rpc) -> list[Host]:
+        """Return the hosts by their records, dead ones too, as a client with this ``rpc`` knows them."""
+
+        def record(name: str) -> ServedStage:
+            each = self.hosts[name]
+            told = cast(ServedStage, each.host.report().served)
+            costs = self.claims.get(name, (told.base_seconds, told.row_seconds))
+            versions = tuple((round_, digest(round_, each.number)) for round_ in self.rounds)
+            return ServedStage(
+                each.number, self.num_stages, versions, told.arithmetic, self.context, 1, 0, told.grammars, told.pages,
+                *costs,
+            )  # fmt: skip
+
+        found = []
+        for name, each in self.hosts.items():
+            peer, totals = each.peer.peer_id, each.host.book.meter.totals()
+            drafts = (totals.drafted_tokens, totals.accepted_tokens)
+            found.append(Host(peer, record(name), rpc.dial_seconds.get(peer), drafts=drafts))
+        return found
 
     async def start_client(
         self, name: str = "client", wait_seconds: float = 30.0, audit_share: float = 0.0,
@@ -191,7 +201,7 @@ class ServingSwarm:
         rpc = Rpc(peer.transport, peer.runtime, SWARM)
         await peer.spawn(rpc.start())
         model = ServedModel("small", self.vocabulary, tuple((each, each + 1) for each in range(self.num_stages)))
-        generator = SwarmGenerator(rpc, peer.signer, model, self.known, wait_seconds, audit_share)
+        generator = SwarmGenerator(rpc, peer.signer, model, lambda: self.known(rpc), wait_seconds, audit_share)
         return SimulatedClient(peer, rpc, generator)
 
     def host_of(self, peer_id: str) -> ServingPeer:

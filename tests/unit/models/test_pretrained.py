@@ -18,7 +18,8 @@ from safetensors.torch import load_file, save_file
 from p2ptrain.errors import ConfigError, ManifestError, UsageError
 from p2ptrain.manifest import DataSpec, Manifest, ModelSpec, parse_manifest
 from p2ptrain.models import Span, build_model, build_stage, export_hugging_face, model_blocks
-from p2ptrain.models.pretrained import describe_pretrained, local_data, weights_folder
+from p2ptrain.models.pretrained import describe_pretrained, generation_settings, local_data, weights_folder
+from p2ptrain.models.smollm2 import NAME, smollm2_folder
 from p2ptrain.models.tokenizers import byte_tokenizer, load_pretrained_tokenizer
 from p2ptrain.models.weights import INDEX, SINGLE
 from tests.support.models import SPECS, each, write_shards
@@ -146,6 +147,25 @@ def test_a_folder_that_only_its_name_is_known_of_has_to_be_given(tmp_path: Path)
 
 
 @pytest.mark.fault(47)
+def test_settings_of_generation_are_those_of_the_model_itself(tmp_path: Path) -> None:
+    """Whose own they are not, and what is no such file, names none; SmolLM2's package has none, its folder does."""
+    spec = ModelSpec(weights="local:model", weight_digests=("0" * 64,))
+    own, file = DataSpec(tokenizer="local:model"), tmp_path / "generation_config.json"
+    manifest = Manifest(model=spec, data=own)
+    assert generation_settings(manifest, tmp_path) == {}
+    file.write_text('{"temperature": 0.3, "top_p": 0.8}')
+    assert generation_settings(manifest, tmp_path) == {"temperature": 0.3, "top_p": 0.8}
+    assert generation_settings(manifest) == {}
+    assert generation_settings(Manifest(model=spec, data=DataSpec(tokenizer="bytes")), tmp_path) == {}
+    for text in ("[1]", "{", "\udcff"):
+        file.write_text(text, errors="surrogateescape")
+        assert generation_settings(manifest, tmp_path) == {}
+    (tmp_path / NAME).mkdir()
+    (tmp_path / NAME / SINGLE).touch()  # An earlier version made the folder.
+    found = generation_settings(manifest, smollm2_folder(tmp_path))
+    assert (found["temperature"], found["top_p"], found["eos_token_id"]) == (0.2, 0.9, 2)
+
+
 def test_a_path_of_the_manifest_counts_where_its_links_lead(tmp_path: Path) -> None:
     shared, private = tmp_path / "shared", tmp_path / "private"
     for folder in (shared, private):

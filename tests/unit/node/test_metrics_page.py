@@ -5,6 +5,7 @@ from dataclasses import replace
 from prometheus_client.parser import text_string_to_metric_families
 
 from p2ptrain.network.records.record import PeerRecord, RoundReport
+from p2ptrain.network.records.serving import ServedStage
 from p2ptrain.node.reports.metrics_page import exposition
 from tests.support.web.served import served
 from tests.support.web.watched import trainer
@@ -48,9 +49,11 @@ def test_what_is_not_known_is_left_out() -> None:
 
 def test_a_peer_that_serves_tells_of_it() -> None:
     before = served(1000.0)
-    report = replace(before, totals=replace(before.totals, drafted_tokens=9, accepted_tokens=7))
+    stage = ServedStage(0, 1, (), "exact-1/fp32", 512, free_pages=5, pages=64)
+    report = replace(before, totals=replace(before.totals, drafted_tokens=9, accepted_tokens=7), served=stage)
     found = samples(replace(RECORD, serving=report))
     assert found["p2ptrain_peer_serving_sessions"] == report.sessions
+    assert (found["p2ptrain_peer_serving_kv_pages"], found["p2ptrain_peer_serving_kv_free_pages"]) == (64, 5)
     assert found["p2ptrain_peer_serving_requests_total"] == report.totals.requests
     assert found["p2ptrain_peer_serving_drafted_tokens_total"] == 9
     assert found["p2ptrain_peer_serving_accepted_tokens_total"] == 7

@@ -15,19 +15,20 @@ from p2ptrain.cli.commands.serving.talking import add_model_arguments, add_sampl
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
     parser.add_argument("--system", metavar="TEXT", help="what the model is told before the conversation")
-    add_sampling_arguments(parser, temperature=0.7)
+    add_sampling_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     from p2ptrain.network.link import SwarmLink
 
-    link, sampling = SwarmLink.parse(arguments.link), sampling_of(arguments)
+    link, _ = SwarmLink.parse(arguments.link), sampling_of(arguments)  # Fails before it connects.
     from p2ptrain.cli.commands.serving.talking import text_of
     from p2ptrain.node.serving.thread import ModelThread
 
     beginning = [{"role": "system", "content": arguments.system}] if arguments.system else []
     with ModelThread(link, arguments.wait) as thread:
-        text, _ = text_of(thread.model, arguments)
+        text, _, default = text_of(thread.model, arguments)
+        sampling = sampling_of(arguments, default)
         text.encode_chat([{"role": "user", "content": ""}])  # Fails without a chat template.
         messages = list(beginning)
         while (said := _read()) is not None:

@@ -16,13 +16,13 @@ from p2ptrain.errors import UsageError
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
     parser.add_argument("prompt", metavar="PROMPT", help="the text to continue; - reads it from standard input")
-    add_sampling_arguments(parser, temperature=1.0)
+    add_sampling_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     from p2ptrain.network.link import SwarmLink
 
-    link, sampling = SwarmLink.parse(arguments.link), sampling_of(arguments)
+    link, _ = SwarmLink.parse(arguments.link), sampling_of(arguments)  # Fails before it connects.
     prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
     if not prompt:
         raise UsageError("PROMPT is empty: give a text to continue")
@@ -32,7 +32,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     async def talk() -> None:
         async with generating(link, arguments.wait) as model:
-            text, _ = text_of(model, arguments)
+            text, _, default = text_of(model, arguments)
+            sampling = sampling_of(arguments, default)
             sys.stdout.write(prompt)
             await answer(model, text, text.encode(prompt), sampling, arguments)
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 PROMPT = "\n"
 TEMPERATURE = 0.7
+"""Of a model without settings of its own: after minutes of training, nonsense has too much probability."""
 MAX_TOKENS = 160
 BYTES_PER_PARAMETER = 12
 """Memory for a checkpoint, its model and the served copy, all in fp32."""
@@ -28,11 +29,11 @@ async def sample(run_dir: Path, name: str, manifest: Manifest, weights: Path | N
     """
     from p2ptrain.models import num_parameters
     from p2ptrain.models.exact import exact_stage
-    from p2ptrain.models.pretrained import end_marks, manifest_tokenizer
+    from p2ptrain.models.pretrained import end_marks, generation_settings, manifest_tokenizer
     from p2ptrain.models.stage import Stage
     from p2ptrain.pipeline.measure import available_memory
     from p2ptrain.serving.client.draft import Draft, Guesses
-    from p2ptrain.serving.sampling import Sampling
+    from p2ptrain.serving.sampling import default_sampling
     from p2ptrain.serving.text import Text
 
     if manifest.lora is not None:
@@ -45,7 +46,8 @@ async def sample(run_dir: Path, name: str, manifest: Manifest, weights: Path | N
     ids, drawn = text.encode(PROMPT), list[int]()
     most = min(MAX_TOKENS, manifest.model.context - len(ids))
     draft = Draft(exact_stage(model, manifest.model), manifest.model.context)
-    guesses = Guesses(draft, Sampling(temperature=TEMPERATURE), len(ids), len(ids) + most)
+    sampling = default_sampling({"temperature": TEMPERATURE} | generation_settings(manifest, weights))
+    guesses = Guesses(draft, sampling, len(ids), len(ids) + most)
     while len(drawn) < most and text.end_ids.isdisjoint(drawn):
         drawn += await asyncio.to_thread(guesses.follow, [*ids, *drawn], 1)
     return text.decode(drawn)

@@ -50,11 +50,11 @@ def run(arguments: argparse.Namespace) -> int:
 
     async def serve() -> None:
         async with generating(link, arguments.wait, arguments.audit_share) as model:
-            text, tokenizer = text_of(model, arguments)
+            text, tokenizer, sampling = text_of(model, arguments)
             stop = stop_on_signals(lambda: None)
             opened = serving_http(
                 model.generator, tokenizer, host=arguments.host, port=arguments.port, names=arguments.host_name,
-                keys=arguments.keys, end_ids=text.end_ids,
+                keys=arguments.keys, end_ids=text.end_ids, sampling=sampling,
             )  # fmt: skip
             async with opened as (url, web), Tasks() as tasks:
                 print(f"API: {url}v1  chat: {url}  (Ctrl-C ends it)", flush=True)

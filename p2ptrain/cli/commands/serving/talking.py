@@ -38,47 +38,56 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_sampling_arguments(parser: argparse.ArgumentParser, temperature: float) -> None:
+def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options for how tokens are drawn."""
     group = parser.add_argument_group("how it answers")
     group.add_argument(
         "--max-tokens", type=int, default=DEFAULT_TOKENS, metavar="N", help=f"most tokens (default {DEFAULT_TOKENS})"
     )
     group.add_argument(
-        "--temperature", type=float, default=temperature, metavar="T",
-        help=f"0 takes the likeliest token, 2 is wild (default {temperature:g})",
+        "--temperature", type=float, metavar="T",
+        help="0 takes the likeliest token, 2 is wild (default: the model's own, or 1)",
     )  # fmt: skip
-    group.add_argument("--top-p", type=float, default=1.0, metavar="P", help="keep the likeliest tokens up to this sum")
+    group.add_argument(
+        "--top-p", type=float, metavar="P",
+        help="keep the likeliest tokens up to this sum (default: the model's own, or 1)",
+    )  # fmt: skip
     group.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same answer (default: any)")
     group.add_argument(
         "--stop", action="append", default=[], metavar="TEXT", help="end the answer before this text; repeatable"
     )
 
 
-def sampling_of(arguments: argparse.Namespace) -> Sampling:
-    """Return the options' sampling; raise `UsageError` for a value out of range."""
+def sampling_of(arguments: argparse.Namespace, default: Sampling | None = None) -> Sampling:
+    """Return the options' sampling; raise `UsageError` for a value out of range.
+
+    ``default`` has the settings that the options leave out.
+    """
     from p2ptrain.errors import IntegrityError
-    from p2ptrain.network.schema import from_wire
+    from p2ptrain.network.schema import from_wire, to_wire
     from p2ptrain.serving.sampling import Sampling
 
     if arguments.max_tokens < 1:
         raise UsageError(f"--max-tokens {arguments.max_tokens}: give a number above 0")
     seed = arguments.seed if arguments.seed is not None else time.time_ns() & 0xFFFFFFFF
-    values = {"temperature": arguments.temperature, "top_p": arguments.top_p, "seed": seed}
+    given = {"temperature": arguments.temperature, "top_p": arguments.top_p, "seed": seed}
+    values = {name: value for name, value in given.items() if value is not None}
     try:
-        return from_wire(Sampling, values)
+        return from_wire(Sampling, {**to_wire(default or Sampling()), **values})
     except IntegrityError as error:
         raise UsageError(f"--{str(error).replace('_', '-')}") from error
 
 
-def text_of(model: SwarmModel, arguments: argparse.Namespace) -> tuple[Text, Any]:
-    """Return the text of a swarm's model, and its tokenizer; let the model generate with the draft, if there is one.
+def text_of(model: SwarmModel, arguments: argparse.Namespace) -> tuple[Text, Any, Sampling]:
+    """Return a model's text, tokenizer and default sampling; let it generate with the draft, if there is one.
 
     Raises:
-        ConfigError: Each peer brings the tokenizer, and --weights does not; or the draft is of another model.
+        ConfigError: Each peer brings the tokenizer, and --weights does not; the draft is of another model; or the
+            model's own sampling is out of range.
         UsageError: The model does not read text.
     """
-    from p2ptrain.models.pretrained import end_marks, manifest_tokenizer
+    from p2ptrain.models.pretrained import end_marks, generation_settings, manifest_tokenizer
+    from p2ptrain.serving.sampling import default_sampling
     from p2ptrain.serving.text import Text
 
     manifest = model.peer.manifest
@@ -87,7 +96,8 @@ def text_of(model: SwarmModel, arguments: argparse.Namespace) -> tuple[Text, Any
         from p2ptrain.serving.client.draft import load_draft
 
         model.generator.draft = load_draft(arguments.draft, manifest.model.vocabulary, tokenizer)
-    return Text(tokenizer, end_marks(manifest)), tokenizer
+    sampling = default_sampling(generation_settings(manifest, arguments.weights))
+    return Text(tokenizer, end_marks(manifest)), tokenizer, sampling
 
 
 async def answer(

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from p2ptrain.errors import IntegrityError
 from p2ptrain.network.records.record import MAX_RECORD_BYTES, PeerRecord, seal_record
-from p2ptrain.network.records.serving import BOUNDS, MAX_TOTAL, Latencies, ServingReport, ServingTotals
+from p2ptrain.network.records.serving import BOUNDS, MAX_TOTAL, Latencies, ServedStage, ServingReport, ServingTotals
 from tests.support.signers import NamedSigner
 from tests.support.web.served import served
 from tests.support.web.watched import trainer
@@ -118,6 +118,18 @@ COUNTS = [0] * (len(BOUNDS) + 1)
 def test_what_cannot_be_is_refused_by_name(place: str, value: Any, words: str) -> None:
     with pytest.raises(IntegrityError, match=f"serving.*{re.escape(words)}"):
         PeerRecord.from_payload("a", changed(place, value))
+
+
+@pytest.mark.parametrize("place", [9, 10])
+def test_costs_of_a_served_stage_are_bounded_and_earlier_versions_tell_none(place: int) -> None:
+    told: list[Any] = [0, 2, [], "exact-1/fp32", 512, 5, 1, "", 64, 0.01, 0.002]
+    for number in (8, 9, 11, 12):  # A later version tells more.
+        record = PeerRecord.from_payload("a", changed("served", [*told, 7][:number]))
+        assert record.serving is not None
+        assert record.serving.served == ServedStage(0, 2, (), "exact-1/fp32", 512, 5, 1, "", *told[8 : min(number, 11)])
+    for value in (-0.1, 61.0, float("nan"), "1"):
+        with pytest.raises(IntegrityError, match=r"serving\.served"):
+            PeerRecord.from_payload("a", changed("served", [*told[:place], value, *told[place + 1 :]]))
 
 
 def test_totals_that_go_down_in_one_place_are_no_continuation() -> None:

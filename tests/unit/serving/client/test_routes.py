@@ -6,7 +6,18 @@ from hypothesis import strategies as st
 
 from p2ptrain.models.exact import PAGE
 from p2ptrain.network.records.serving import ServedStage
-from p2ptrain.serving.client.routes import Host, Needs, Plan, Prefix, RecentPrefixes, choose, longest, sides
+from p2ptrain.serving.client.routes import (
+    FORGET_SECONDS,
+    Host,
+    Needs,
+    Paces,
+    Plan,
+    Prefix,
+    RecentPrefixes,
+    choose,
+    longest,
+    sides,
+)
 from p2ptrain.serving.messages import MAX_CANDIDATES
 
 SESSION = bytes(16)
@@ -18,10 +29,11 @@ def digest(number: int) -> bytes:
 
 def host(
     peer: str, stage: int, *rounds: int, of: int = 2, arithmetic: str = "a", mark: int = 0, free: int = 9,
-    sessions: int = 0, seconds: float = 0.0, context: int = 512,
+    sessions: int = 0, seconds: float | None = 0.0, context: int = 512, base: float = 0.0, row: float = 0.0,
 ) -> Host:  # fmt: skip
     versions = tuple((round_, digest(mark)) for round_ in rounds)
-    return Host(peer, ServedStage(stage, of, versions, arithmetic, context, free, sessions), seconds)
+    served = ServedStage(stage, of, versions, arithmetic, context, free, sessions, "", 9, base, row)
+    return Host(peer, served, seconds)
 
 
 def plan(*hosts: Host, **options: object) -> Plan:
@@ -61,12 +73,32 @@ def test_near_idle_and_free_hosts_come_first() -> None:
     assert plan(host("a", 0, 4), *hosts).route[1] == ("idle", "busy", "far", "full")
 
 
+def test_what_is_not_known_of_a_host_is_the_median_of_the_others() -> None:
+    """A host that was never dialled, or tells no costs, is neither before those that are good nor behind all."""
+    first = host("a", 0, 4, base=1.0, row=0.1)
+    trips = [host("near", 1, 4, seconds=0.01), host("new", 1, 4, seconds=None), host("far", 1, 4, seconds=0.3)]
+    assert plan(first, *trips, host("middle", 1, 4, seconds=0.1)).route[1] == ("near", "middle", "new", "far")
+    costs = [host("fast", 1, 4, base=0.01, row=0.001), host("silent", 1, 4), host("slow", 1, 4, base=3.0, row=0.1)]
+    assert plan(first, *costs).route[1] == ("fast", "silent", "slow")
+    assert plan(first, *costs, host("crowded", 1, 4, base=0.01, row=0.1, sessions=99)).route[1][-1] == "crowded"
+
+
+def test_a_route_that_is_slower_than_its_hosts_claim_is_left_for_a_while() -> None:
+    paces = Paces()
+    for _ in range(20):
+        paces.note({"liar": 0.01 + paces.excess("liar", 5.0), "honest": 0.05 + paces.excess("honest", 5.0)}, 0.66, 5.0)
+        paces.note({"other": 0.05, "honest": 0.05 + paces.excess("honest", 5.0)}, 0.1, 5.0)
+    assert paces.excess("liar", 5.0) > 0.5 > 0.05 > paces.excess("honest", 5.0)
+    assert paces.excess("liar", 5.0 + FORGET_SECONDS) == pytest.approx(paces.excess("liar", 5.0) / 2)
+    assert paces.excess("other", 5.0) == paces.excess("nobody", 5.0) == 0.0
+
+
 def test_hosts_that_have_the_prefix_come_first_unless_they_are_much_worse() -> None:
     def first(rows: int, **settings: float) -> str:
         hosts = (host("a", 0, 4), host("idle", 1, 4), host("had", 1, 4, **settings))  # type: ignore[arg-type]
         return plan(*hosts, needs=Needs(prefix=Prefix(rows, ("gone", "had")))).route[1][0]
 
-    assert first(64) == first(512, sessions=15) == first(512, seconds=0.15) == "had"
+    assert first(64) == first(512, sessions=10) == first(512, seconds=0.15) == "had"
     assert first(64, sessions=10) == first(512, sessions=30) == first(1 << 20, seconds=0.3) == "idle"
     assert first(512, free=0) == "idle"
 

@@ -6,7 +6,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from p2ptrain.errors import ConfigError
 from p2ptrain.serving.http.schemas import ChatAnswer, ChatChunk, CompletionAnswer, ModelList
+from p2ptrain.serving.sampling import default_sampling
 from tests.support.coroutines import on_loop
 from tests.support.generators import (
     CHAT,
@@ -153,6 +155,21 @@ async def test_settings_reach_the_generator_and_what_is_left_out_has_openais_def
     assert second[2] == min(512, generator.context - len(second[0]))
     assert (second[1].temperature, second[1].top_p, second[1].want_logprob) == (1.0, 1.0, False)
     assert fourth[0] == [65, 66]
+
+
+@on_loop
+async def test_the_models_own_settings_count_where_a_request_names_none() -> None:
+    generator = Repeater(b"a")
+    own = default_sampling({"do_sample": True, "temperature": 0.2, "top_p": 0.9, "max_length": 20})
+    async with http_server(generator, sampling=own) as client:
+        await client.post(CHAT, json=chat())
+        await client.post(COMPLETIONS, json=completion(temperature=None, top_p=1, top_k=5))
+        told = (await client.post("/v1/responses", json={"model": MODEL, "input": "Hi", "temperature": 1.5})).json()
+    found = [(each.temperature, each.top_p, each.top_k) for _, each, _, _ in generator.opened]
+    assert found == [(0.2, 0.9, 0), (0.2, 1.0, 5), (1.5, 0.9, 0)]
+    assert (told["temperature"], told["top_p"]) == (1.5, 0.9)
+    with pytest.raises(ConfigError, match=r"generation_config\.json: temperature"):
+        default_sampling({"temperature": 3.0})
 
 
 @on_loop

@@ -8,6 +8,7 @@ import httpx
 import pytest
 
 from p2ptrain.errors import ResourceError
+from p2ptrain.serving.generation import Load
 from p2ptrain.serving.http.preparing import Limits
 from p2ptrain.serving.http.serve import serving_http
 from tests.support.coroutines import on_loop, on_uvloop
@@ -133,7 +134,8 @@ async def test_a_choice_too_many_of_a_request_that_is_prepared_is_refused_as_wel
 
 @on_loop
 async def test_metrics_count_tokens_and_times() -> None:
-    async with http_server(Repeater(b"abc", cached=7, audits={"agreed": 3})) as client:
+    loads = (Load(64, 60, 9, 7), Load(32, 0))
+    async with http_server(Repeater(b"abc", cached=7, audits={"agreed": 3}, loads=loads)) as client:
         await client.post(CHAT, json=chat(n=2))
         await client.post(CHAT, json=chat(temperature=9))
         await client.get("/some/made-up/path")
@@ -143,6 +145,9 @@ async def test_metrics_count_tokens_and_times() -> None:
     assert (metrics["cached_prompt_tokens_total"], metrics["prefix_hits_total"]) == (7, 1)
     assert metrics["generated_tokens_total"] == 8
     assert metrics['audits_total{result="agreed"}'] == 3
+    for name, (first, second) in zip(Load._fields, zip(*loads, strict=True), strict=True):
+        assert metrics[f'hosts_{name}{{stage="0"}}'] == first
+        assert metrics[f'hosts_{name}{{stage="1"}}'] == second
     assert metrics["time_to_first_token_seconds_count"] == 2
     assert metrics["time_per_output_token_seconds_count"] == 6
     for code, path in ((200, CHAT), (400, CHAT), (404, "other"), (404, "/v1/models/{model}")):
@@ -164,6 +169,11 @@ async def test_health_is_that_of_a_probe_and_a_crowd_asks_for_one(monkeypatch: p
         assert error["message"] == "a probe failed: no host serves stage 1"
         generator.sick = None
         assert (await client.get("/health")).json() == {"status": "ok"}
+        generator.steps = asyncio.Semaphore(0)  # No token comes.
+        monkeypatch.setattr(app, "PROBE_SECONDS", 0.1)
+        error = error_of(await client.get("/health"), 503)
+        assert error["message"] == "a probe failed: no token came within 0.1 s"
+        await generator.until(running=0)
 
 
 @on_loop
