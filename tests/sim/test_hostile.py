@@ -125,6 +125,35 @@ async def test_who_falls_silent_is_left_out_if_it_is_waited_for(
     assert sizes.count(members) >= ROUNDS // 2
 
 
+@simulated(seed=3)
+async def test_who_holds_up_each_round_is_left_out_also_where_the_others_complete_them(
+    network: SimulatedNetwork,
+) -> None:
+    """It owns the only share, and withholds its mask; the others fetch its mean once they give up."""
+    swarm = SimulatedSwarm(network, make_manifest(), 0)
+    accounts = Accounts(swarm)
+    honest = [swarm.start(f"honest{index}") for index in range(3)]
+    evil = swarm.start("evil")
+    await swarm.until(lambda: swarm.in_agreement(1), 90, "the swarm trains")
+    evil.is_hostile = True
+    serve = evil.sync.averager._runner.sessions.serve
+
+    async def silent(channel: Any, request: Request) -> None:
+        send = channel.send
+
+        async def send_or_not(message: object) -> None:
+            await (never() if isinstance(message, Mask) else send(message))
+
+        channel.send = send_or_not
+        await serve(channel, request)
+
+    evil.rpc.serve_channel(ALLREDUCE, Request, silent)
+    front = max(trainer.sync.head.round for trainer in honest)
+    await go_on(swarm, honest, rounds=3 * ROUNDS)
+    later = [body for body in accounts.bodies.values() if body.round > front]
+    assert sum(evil.peer.peer_id in body.members for body in later) < len(later) / 3
+
+
 async def different_rosters(tickets: list[Ticket], ticket: Ticket) -> object:
     """Each member is told of a group with another neighbour."""
     await asyncio.sleep(1.5)

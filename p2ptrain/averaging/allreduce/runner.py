@@ -173,8 +173,8 @@ class AttemptRunner:
             match blame.trouble:
                 case Trouble.LATE:
                     self._membership.suspect(blame.peer, blame.reason)
-                case Trouble.SLOW:
-                    self._membership.suspect(blame.peer, blame.reason)
+                case Trouble.SLOW:  # It owns less now. One that holds up all the same is left out for a while.
+                    self._membership.broke_with(blame.peer, blame.reason, self._matchmaker.last_leader)
                     self.planner.rates.was_late(blame.peer)
                 case Trouble.FAULT:
                     self._membership.broke_with(blame.peer, blame.reason)  # No leader can cause this.
@@ -190,7 +190,8 @@ class AttemptRunner:
             self._context.seen_votes.add(body, certificate.proofs, is_own=True)
             if self._context.spec.spot_checks:  # Otherwise evidence is rare, and shown where it is needed.
                 self.evidence.ask([peer for peer in body.members if peer != self._context.rpc.peer_id])
-            for peer in body.contributing:
+            held_up = {blame.peer for blame in result.blamed}  # Others may have completed the attempt without it.
+            for peer in set(body.contributing) - held_up:
                 self._membership.finished_with(peer)
                 self.planner.rates.was_in_time(peer)
 
