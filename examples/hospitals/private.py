@@ -1,7 +1,8 @@
-"""Five hospitals with differential privacy of each patient: a hospital stops at its budget, and the others train on.
+"""Five hospitals with secure aggregation of their updates, and differential privacy of each patient.
 
-The model is linear, and normalises nothing: statistics of patients would leave beside what the bound covers. Each
-measurement is divided by a power of ten of its unit instead. It needs p2ptrain[privacy].
+Each step reads all patients of a hospital, so that hospitals of all sizes spend their budgets alike. Scales computed
+from patients would leave beside what the bound covers. So the model learns each measurement's centre and spread by the
+same noisy steps as its weights. It needs p2ptrain[privacy].
 """
 
 from __future__ import annotations
@@ -13,15 +14,20 @@ from typing import Any
 import torch
 
 from examples import sites
-from examples.hospitals.train import BATCH, EVERY, MANIFEST, ROUNDS, SITES, Records, auc, load, scores
+from examples.hospitals.train import MANIFEST, SITES, Records, auc, load, scores
 from p2ptrain import Swarm
 from p2ptrain.training.optimizer import SwarmOptimizer
 
+ROUNDS, EVERY = 20, 4
+ALL = 1024
+"""A batch of more patients than a hospital has: each step reads all of them."""
 PRIVATE: dict[str, Any] = {
     **MANIFEST,
-    # A hospital that has spent its budget is not waited for.
-    "averaging": {"codec": "fp32", "aggregation": "mean", "min_peers": 1, "quorum": 1.0},
-    "differential_privacy": {"epsilon": 8.0, "delta": 1e-3, "noise_multiplier": 2.0},
+    "training": {"every": EVERY, "local_batch": ALL, "rounds": ROUNDS},
+    "averaging": {"min_peers": 3, "quorum": 1.0},  # A hospital that has spent its budget is not waited for.
+    "private": {"weights": "bucketed"},
+    "differential_privacy": {"epsilon": 8.0, "delta": 1e-3, "noise_multiplier": 5.0},  # For 92 steps; 80 are planned.
+    "secure_aggregation": {},
 }
 MAGNITUDES = torch.tensor([
     10, 10, 100, 1000, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1,
@@ -31,27 +37,55 @@ MAGNITUDES = torch.tensor([
 """Powers of ten for radius, texture, perimeter, area, smoothness, …: their means, standard errors and worst values."""
 
 
-class ByMagnitude(torch.nn.Module):
-    """Scales measurements by constants that no patient changes."""
+class Normaliser(torch.nn.Module):
+    """Holds centre and spread of each measurement, as parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.centre = torch.nn.Parameter(torch.zeros(30))
+        self.spread = torch.nn.Parameter(torch.full((30,), 0.2))
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the scaled measurements, ``[patients, 30]``."""
-        return (values / MAGNITUDES - 1).clamp(-3, 3)
+        """Return what centre and spread miss of each value, ``[patients, 2, 30]``; the mean of squares fits them."""
+        off = values - self.centre
+        return torch.stack([off, 1.25 * off.detach().abs() - self.spread], 1)  # A Gaussian's deviation by its mean |x|.
 
 
-def make_model() -> torch.nn.Module:
-    """Return a linear classifier."""
-    torch.manual_seed(0)
-    return torch.nn.Sequential(ByMagnitude(), torch.nn.Linear(30, 1), torch.nn.Flatten(0))
+class Classifier(torch.nn.Module):
+    """A linear classifier of normalised measurements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.normaliser, self.linear = Normaliser(), torch.nn.Linear(30, 1)
+        torch.nn.init.zeros_(self.linear.weight)
+        torch.nn.init.zeros_(self.linear.bias)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        """Return each patient's logit, ``[patients]``."""
+        return self.with_misses(values)[0]
+
+    def with_misses(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the logits, and what the normaliser misses, which the classifier's loss does not change."""
+        misses = self.normaliser(((values / MAGNITUDES).sqrt() - 1).clamp(-1.5, 1.5))
+        scaled = misses[:, 0].detach() / self.normaliser.spread.detach().clamp(min=0.05)
+        return self.linear(scaled.clamp(-4, 4)).flatten(), misses
+
+
+def make_optimizer(model: Classifier) -> torch.optim.Optimizer:
+    """Return plain SGD: moments of Adam would be those of noise."""
+    return torch.optim.SGD([
+        {"params": model.linear.parameters(), "lr": 1.0}, {"params": model.normaliser.parameters(), "lr": 0.3}
+    ])  # fmt: skip
 
 
 def train_step(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, records: Records, chosen: list[int] | torch.Tensor
+    model: Classifier, optimizer: torch.optim.Optimizer, records: Records, chosen: list[int] | slice
 ) -> None:
     """Take one step on these patients."""
     model.train()
-    loss = torch.nn.functional.binary_cross_entropy_with_logits(model(records[0][chosen]), records[1][chosen])
-    loss.backward()
+    logits, misses = model.with_misses(records[0][chosen])
+    loss = torch.nn.functional.binary_cross_entropy_with_logits(logits, records[1][chosen])
+    (loss + 0.25 * misses.square().sum((1, 2)).mean()).backward()
     optimizer.step()
     optimizer.zero_grad()
 
@@ -73,9 +107,8 @@ def train(swarm: Swarm, site: int, seed: int) -> dict[str, Any]:
     own, apart = load(site, seed)
     num_held_out = max(1, len(own[0]) // 5)
     held_out, kept = (own[0][:num_held_out], own[1][:num_held_out]), (own[0][num_held_out:], own[1][num_held_out:])
-    model, curve = make_model(), []
-    inner = torch.optim.SGD(model.parameters(), 0.3)  # Moments of Adam would be those of noise.
-    opt = swarm.optimizer(model, inner, tokens_per_step=BATCH, site_samples=len(kept[0]))
+    model, curve = Classifier(), []
+    opt = swarm.optimizer(model, make_optimizer(model), site_samples=len(kept[0]))
     batches = drawn(swarm, kept[0])
 
     def report() -> None:
@@ -94,12 +127,12 @@ def train(swarm: Swarm, site: int, seed: int) -> dict[str, Any]:
 
 
 def train_alone(site: int | None, seed: int) -> float:
-    """Return the AUC of the same model without noise, on one hospital's records, or on all for None."""
+    """Return the AUC of this model without noise, after ten times the steps, on one hospital's records or on all."""
     records, apart = load(site, seed)
-    model = make_model()
-    optimizer = torch.optim.SGD(model.parameters(), 0.3)
-    for _ in range(ROUNDS * EVERY):
-        train_step(model, optimizer, records, torch.randint(len(records[0]), (BATCH,)))
+    model = Classifier()
+    optimizer = make_optimizer(model)
+    for _ in range(10 * ROUNDS * EVERY):
+        train_step(model, optimizer, records, slice(None))
     return auc(model, apart)
 
 

@@ -6,12 +6,18 @@ import numpy as np
 import pytest
 import torch
 
+from p2ptrain.averaging.averager import Averager, RoundOutcome
+from p2ptrain.averaging.commit.attempt import decode_means
+from p2ptrain.codecs import get_codec
 from p2ptrain.manifest import AdmissionSpec, PrivacySpec, PrivateSpec
 from p2ptrain.network.simulated import SimulatedNetwork
 from p2ptrain.network.simulated.network import SimulatedSigner
 from p2ptrain.training.loop import Trainer
 from p2ptrain.training.optimizer import KEEPS_BUDGET
+from p2ptrain.training.private import gradients
+from p2ptrain.training.private.noise import add_noise
 from tests.support.coroutines import simulated
+from tests.support.sim.masking import SECURE, plain_mean
 from tests.support.sim.product_peers import Begin, ProductSwarm
 
 ROUNDS = 6
@@ -20,8 +26,8 @@ LETTERS = {"a": 4000, "b": 3000, "c": 900}
 """Bytes of each site's text, whose numbered words begin with the site's letter: a window tells whose it is."""
 
 
-def _write(sites: ProductSwarm) -> None:
-    for letter, count in LETTERS.items():
+def _write(sites: ProductSwarm, letters: dict[str, int] = LETTERS) -> None:
+    for letter, count in letters.items():
         words = [f"{letter}{number:05d}" for number in range(count // 7)]
         (sites.folder / f"{letter}.txt").write_text("\n".join(words))
 
@@ -149,6 +155,63 @@ async def test_a_site_whose_privacy_budget_is_spent_follows_and_the_others_train
     _start(sites, "c", 3 * ROUNDS)
     await sites.end()
     assert sites.trainers["c"].optimizer.is_spent, "a restart does not refill it"
+
+
+@pytest.mark.fault(57)
+@simulated(seed=8)
+async def test_masked_sums_are_those_of_the_noised_updates_and_a_spent_site_leaves_the_others_masks_whole(
+    network: SimulatedNetwork, begin: Begin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    letters = {**LETTERS, "d": 3500}
+    ids = {name: SimulatedSigner(network.seed, name, {}).peer_id for name in letters}
+    sites = begin(
+        network, TRAINING, private=PrivateSpec(weights="samples"), secure_aggregation=SECURE,
+        differential_privacy=PrivacySpec(epsilon=3.0, delta=1e-3, noise_multiplier=0.6),
+        admission=AdmissionSpec(mode="allowlist", members=tuple(ids.values())),
+        aggregation="mean", codec="fp32", group_size=8, min_peers=3, quorum=1.0, spot_checks=0,
+    )  # fmt: skip
+    _write(sites, letters)
+    given: dict[tuple[int, str], tuple[torch.Tensor, int]] = {}
+    ended: list[RoundOutcome] = []
+    average = Averager.average
+
+    async def observed(averager: Averager, vector: torch.Tensor, tokens: int, *rest: int) -> RoundOutcome:
+        given[averager.head.round, averager._context.rpc.peer_id] = vector.clone(), tokens
+        outcome = await average(averager, vector, tokens, *rest)
+        ended.append(outcome)
+        return outcome
+
+    def noised(values: torch.Tensor, deviation: float) -> None:
+        before = values.clone()
+        add_noise(values, deviation)
+        noise.append(torch.dist(values, before) > 0)
+
+    noise = list[torch.Tensor]()
+    monkeypatch.setattr(Averager, "average", observed)
+    monkeypatch.setattr(gradients, "add_noise", noised)
+    for name in letters:
+        _start(sites, name, 2 * ROUNDS)
+    await sites.until(lambda: "c" in sites.nodes and sites.nodes["c"].record.state == "resting")
+    at_rest = sites.round("c")
+    await sites.end()
+    counted = dict[int, set[str]]()
+    for outcome in ended:
+        body = outcome.result.certificate.body
+        updates, tokens = zip(*(given[body.round, peer] for peer in body.members), strict=True)
+        mean = torch.zeros_like(updates[0])
+        decode_means(sites.manifest.averaging, get_codec("fp32"), body, outcome.result.means, mean)
+        assert torch.equal(mean, plain_mean(updates, tokens, [index for index, *_ in body.contributors]))
+        counted[body.round] = set(body.contributing)
+    assert counted.keys() == set(range(2 * ROUNDS))
+    assert ids["c"] in counted[at_rest - 1]
+    assert all(counted[number] == set(ids.values()) - {ids["c"]} for number in range(at_rest + 1, 2 * ROUNDS))
+    assert all(noise)
+    assert len(noise) == sum(
+        trainer.optimizer.total_steps * len(trainer.optimizer._trained()) for trainer in sites.trainers.values()
+    )
+    assert [trainer.optimizer.is_spent for trainer in sites.trainers.values()] == [
+        name == "c" for name in sites.trainers
+    ]
 
 
 @pytest.mark.parametrize("end", ["rest", "leave", "kill"])

@@ -94,15 +94,14 @@ def test_real_work_reaches_the_result_that_its_page_states(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_hospitals_stop_at_their_privacy_budgets_and_the_others_train_on() -> None:
+def test_hospitals_with_masks_and_differential_privacy_come_within_1_percent_of_pooled_records() -> None:
     with nothing_left_behind():
         command = [sys.executable, "-m", "examples.hospitals.private", "--seed", "1", "--deadline", "500"]
         ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=570)
     assert ended.returncode == 0, ended.stderr
     figures = {key: float(value) for key, value in re.findall(r"^(\w+) = ([\d.]+)$", ended.stdout, flags=re.MULTILINE)}
     assert figures["epsilon"] <= 8
-    assert 1 <= figures["spent"] < 5
-    assert figures["swarm"] > figures["pooled"] - 0.02
+    assert figures["swarm"] > figures["pooled"] - 0.01
 
 
 def test_all_real_work_is_held_to_its_result() -> None:
