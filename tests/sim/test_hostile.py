@@ -1,8 +1,10 @@
 """One peer in four lies in every way that the protocol has words for; the others go on, equal and finite."""
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from dataclasses import replace
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -10,9 +12,11 @@ import pytest
 from p2ptrain.averaging.allreduce.member import ALLREDUCE
 from p2ptrain.averaging.allreduce.messages import Bring, FromOwner, Mask, Request, Signature
 from p2ptrain.averaging.allreduce.streams import ANOTHER_RESULT, BAD_ANSWER, BAD_SIGNATURE
+from p2ptrain.averaging.grouping.leaders import probe
 from p2ptrain.averaging.grouping.messages import JOIN, Answer, Behind, Formed, Join, Redirected, Refused
 from p2ptrain.averaging.protocol.certificate import Ticket
-from p2ptrain.errors import PeerRefusedError
+from p2ptrain.averaging.protocol.table import MAX_COUNT
+from p2ptrain.errors import DeadlineError, PeerError, PeerRefusedError
 from p2ptrain.network.simulated import SimulatedNetwork
 from tests.support.coroutines import simulated
 from tests.support.lying import BulkLie, Lie
@@ -193,6 +197,32 @@ async def test_a_bad_leader_is_passed_over(network: SimulatedNetwork, answer: Le
     swarm, honest, _ = await start(network, lambda evil: asked.append(lead_badly(evil, answer)))
     await go_on(swarm, honest, rounds=20)
     assert len({ticket.round for ticket in asked[0]}) == 1
+
+
+@simulated(seed=6)
+async def test_a_member_that_closes_each_round_at_once_is_believed_once_and_in_its_turn(
+    network: SimulatedNetwork,
+) -> None:
+    swarm, honest, accounts = await start(network, lambda evil: None)
+    evil = swarm.trainers["evil"]
+    await go_on(swarm, honest)
+    begun = max(trainer.sync.head.round for trainer in honest)
+
+    async def close() -> None:
+        while True:
+            for victim in honest:
+                with contextlib.suppress(PeerError, DeadlineError):
+                    await probe(evil.sync.replica.context, victim.peer.peer_id, evil.sync.position.key, closing=True)
+            await asyncio.sleep(0.25)
+
+    attack = evil.peer.spawn(close())
+    await go_on(swarm, honest, rounds=2 * ROUNDS)
+    attack.cancel()
+
+    def tokens(first: int, last: int) -> float:
+        return fmean(body.tokens for body in accounts.bodies.values() if first <= body.round < last)
+
+    assert tokens(begun + 4, MAX_COUNT) > 0.7 * tokens(2, begun)
 
 
 @pytest.mark.parametrize("seed", [3, 4])

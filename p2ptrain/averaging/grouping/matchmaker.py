@@ -82,6 +82,7 @@ class Matchmaker:
         self._last_leader: tuple[Key, str] | None = None
         self.leaders = Leaders(self.position, context.membership)
         self._on_misled = on_misled
+        self._hurried_by, self._cried_wolf = set[str](), set[str]()
         self._begin_round()
         self._coordinator = Coordinator(context, self.leaders, goal, on_misled)
         self.backoff = Backoff(RETRY_SECONDS, LONGEST_RETRY_SECONDS)
@@ -126,6 +127,7 @@ class Matchmaker:
 
     def _begin_round(self) -> None:
         head = self.position.head
+        self._hurried_by.clear()
         self._context.seen_votes.follow(head)
         for peer in head.table.banned:
             self._membership.convict(peer)
@@ -189,7 +191,8 @@ class Matchmaker:
         if self._membership.is_convicted(peer):
             raise PeerRefusedError(self._context.rpc.peer_id, CONVICTED)
         table = self.position.head.table
-        if closing and (not table.leading or table.row_of(peer) is not None):
+        closing = closing and (not table.leading or table.row_of(peer) is not None) and self._is_believed(peer, key)
+        if closing:
             self.position.close(key)
         if key == self.position.key and self.cells.includes(key, peer):
             self._membership.answered(peer)
@@ -199,6 +202,17 @@ class Matchmaker:
         if leader == self._context.rpc.peer_id and self._coordinator.give_way(key, peer, closing):
             leader = peer
         return messages.ProbeReply(self.position.head.without_proof(), leader, self.leaders.gossip(key))
+
+    def _is_believed(self, peer: str, key: Key) -> bool:
+        """True if a round closes because a peer says so: who should lead it, or who has not said so falsely.
+
+        Otherwise one member could end each round as soon as it has begun.
+        """
+        begins, is_other = not self.position.head.table.leading, key != self.position.key
+        if begins or is_other or not self.position.participates or peer == self.leaders.first(key):
+            return True
+        self._hurried_by.add(peer)
+        return peer not in self._cried_wolf
 
     # --- following
 
@@ -250,6 +264,7 @@ class Matchmaker:
                 if answer is not None and not isinstance(answer, messages.Redirected):
                     roster = self._accept(answer, ticket, leader)
                     self.position.attempts += 1
+                    self._cried_wolf |= self._hurried_by - {leader}
                     self.position.running = (key, leader, roster.members)
                     self._coordinator.note_roster(key, roster.members)
                     if leader != self._context.rpc.peer_id:
