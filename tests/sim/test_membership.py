@@ -219,7 +219,8 @@ async def show_two_rosters(evil: SimulatedTrainer, *halves: Sequence[SimulatedTr
             own = evil.sync.averager
             mine = own._signed(own._ticket(head, 10, 1, 0))
             theirs = [tickets[each.peer.peer_id].ticket for each in half]
-            rosters.append(Roster(tuple(sorted([mine, *theirs], key=lambda ticket: ticket.peer))))
+            members = tuple(sorted([mine, *theirs], key=lambda ticket: ticket.peer))
+            rosters.append(Roster(members, leader=evil.peer.peer_id))
         ready.set()
 
     evil.rpc.serve_channel(JOIN, Join, join)

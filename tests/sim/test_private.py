@@ -1,6 +1,7 @@
 """Sites that train one model on text of their own, which stays with them."""
 
 import asyncio
+from typing import Any
 
 import numpy as np
 import pytest
@@ -181,9 +182,9 @@ async def test_masked_sums_are_those_of_the_noised_updates_and_a_spent_site_leav
         ended.append(outcome)
         return outcome
 
-    def noised(values: torch.Tensor, deviation: float) -> None:
+    def noised(values: torch.Tensor, *given: Any) -> None:
         before = values.clone()
-        add_noise(values, deviation)
+        add_noise(values, *given)
         noise.append(torch.dist(values, before) > 0)
 
     noise = list[torch.Tensor]()

@@ -148,6 +148,11 @@ class ScriptedSynchronizer:
     arrivals: SimpleQueue[Future[RoundResult]] = field(default_factory=SimpleQueue)
 
     @property
+    def replica(self) -> SimpleNamespace:
+        """All take part in each round."""
+        return SimpleNamespace(context=SimpleNamespace(participation=1.0))
+
+    @property
     def pacing(self) -> SimpleNamespace:
         """It needs no pace."""
         return SimpleNamespace(note=lambda steps, seconds=0.0: None)
