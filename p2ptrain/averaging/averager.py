@@ -166,6 +166,7 @@ class Averager:
                 path = TreePath((), own_group.attempt.complete_means())
             else:
                 path, above = await self._ascend(head, own_group, ticket)
+                self.contributions.completed()
         except AttemptFailedError as error:
             if own_group is not None and own_group.attempt.is_spent:
                 raise SpentError(str(error)) from error

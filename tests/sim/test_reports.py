@@ -8,7 +8,7 @@ from tests.support.sim.trainers import SimulatedSwarm, make_manifest
 
 
 @pytest.mark.parametrize(("num_peers", "group_size"), [(1, 8), (3, 8), (6, 3)], ids=["alone", "group", "tree"])
-@simulated(seed=0)
+@simulated(seed=(0, 4))
 async def test_reports_add_up_to_the_lineage_and_name_the_state_that_all_hold(
     network: SimulatedNetwork, num_peers: int, group_size: int
 ) -> None:

@@ -474,6 +474,10 @@ class ContributionLog:
         self._is_complete = True
         self._uncertain_parts.add(head.round % self._num_parts)
 
+    def completed(self) -> None:
+        """Record that this peer completed the round that it gave up before, with its newest result."""
+        self._gave_up_on = b""
+
     def forget(self, waiting: Iterable[int] = ()) -> None:
         """Record that an earlier process of this peer may have contributed to rounds unknown to this process.
 
