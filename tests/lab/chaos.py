@@ -146,7 +146,7 @@ def work(job: tuple[Path | int, Mode]) -> Verdict:
 
 
 def prepare() -> None:
-    """Let this process share its machine with others that run scenarios."""
+    """Prepare a process that runs scenarios beside others on one machine."""
     import torch
 
     logging.basicConfig(level=logging.CRITICAL)

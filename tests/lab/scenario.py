@@ -82,7 +82,7 @@ class Attackers(Part, frozen=True):
 
 
 class Expect(Part, frozen=True):
-    """What must hold.
+    """The expectations of a scenario.
 
     Attributes:
         rounds_per_minute: Of the slowest trainer that no fault hits, at least.
@@ -178,7 +178,7 @@ def read_scenario(path: Path) -> Scenario:
 
 @dataclass
 class Measured:
-    """What one run came to.
+    """The measurements of one run.
 
     Attributes:
         ends: Seconds of the watched time at which the slowest trainer that no fault hits had committed each round.

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from p2ptrain.averaging.allreduce.member import ALLREDUCE
-from p2ptrain.averaging.allreduce.messages import Bring, FromOwner, Mask, Request, Signature
+from p2ptrain.averaging.allreduce.messages import Bring, FromOwner, Mask, Signature
 from p2ptrain.averaging.allreduce.streams import ANOTHER_RESULT, BAD_ANSWER, BAD_SIGNATURE
 from p2ptrain.averaging.grouping.leaders import probe
 from p2ptrain.averaging.grouping.messages import JOIN, Answer, Behind, Formed, Join, Redirected, Refused
@@ -21,7 +21,16 @@ from p2ptrain.network.simulated import SimulatedNetwork
 from tests.support.coroutines import simulated
 from tests.support.lying import BulkLie, Lie
 from tests.support.sim.accounts import Accounts
-from tests.support.sim.hostile import BAD_MESSAGES, BROKEN_PARTS, Lead, boast, lead_badly, lie_in_rounds, never
+from tests.support.sim.hostile import (
+    BAD_MESSAGES,
+    BROKEN_PARTS,
+    Lead,
+    boast,
+    lead_badly,
+    lie_in_rounds,
+    never,
+    withhold,
+)
 from tests.support.sim.trainers import SimulatedSwarm, SimulatedTrainer, make_manifest
 
 Message = dict[str, Any]
@@ -30,11 +39,11 @@ SECONDS = 240.0
 
 
 async def start(
-    network: SimulatedNetwork, corrupt: Callable[[SimulatedTrainer], object], num_honest: int = 3
+    network: SimulatedNetwork, corrupt: Callable[[SimulatedTrainer], object], num_honest: int = 3, codec: str = "fp32"
 ) -> tuple[SimulatedSwarm, list[SimulatedTrainer], Accounts]:
     """A swarm in which ``evil`` is hostile once it trains; with the honest ones."""
     # With fp32, which has no blocks, the tiny model has a share for everybody.
-    swarm = SimulatedSwarm(network, make_manifest(codec="fp32"), 0)
+    swarm = SimulatedSwarm(network, make_manifest(codec=codec), 0)
     accounts = Accounts(swarm)
     honest = [swarm.start(f"honest{index}") for index in range(num_honest)]
     evil = swarm.start("evil")
@@ -107,22 +116,7 @@ async def test_who_falls_silent_is_left_out_if_it_is_waited_for(
     network: SimulatedNetwork, silent_about: type, members: int
 ) -> None:
     """Rounds need everybody's mask. A majority of signatures is enough."""
-
-    def fall_silent(evil: SimulatedTrainer) -> None:
-        serve = evil.sync.averager._runner.sessions.serve
-
-        async def silent(channel: Any, request: Request) -> None:
-            send = channel.send
-
-            async def send_or_not(message: object) -> None:
-                await (never() if isinstance(message, silent_about) else send(message))
-
-            channel.send = send_or_not
-            await serve(channel, request)
-
-        evil.rpc.serve_channel(ALLREDUCE, Request, silent)
-
-    swarm, honest, accounts = await start(network, fall_silent)
+    swarm, honest, accounts = await start(network, lambda evil: withhold(evil, silent_about))
     front = max(trainer.sync.head.round for trainer in honest)
     await go_on(swarm, honest)
     sizes = [len(body.members) for body in accounts.bodies.values() if body.round > front + 2]
@@ -134,24 +128,8 @@ async def test_who_holds_up_each_round_is_left_out_also_where_the_others_complet
     network: SimulatedNetwork,
 ) -> None:
     """It owns the only share, and withholds its mask; the others fetch its mean once they give up."""
-    swarm = SimulatedSwarm(network, make_manifest(), 0)
-    accounts = Accounts(swarm)
-    honest = [swarm.start(f"honest{index}") for index in range(3)]
-    evil = swarm.start("evil")
-    await swarm.until(lambda: swarm.in_agreement(1), 90, "the swarm trains")
-    evil.is_hostile = True
-    serve = evil.sync.averager._runner.sessions.serve
-
-    async def silent(channel: Any, request: Request) -> None:
-        send = channel.send
-
-        async def send_or_not(message: object) -> None:
-            await (never() if isinstance(message, Mask) else send(message))
-
-        channel.send = send_or_not
-        await serve(channel, request)
-
-    evil.rpc.serve_channel(ALLREDUCE, Request, silent)
+    swarm, honest, accounts = await start(network, lambda evil: withhold(evil, Mask), codec="int8")
+    evil = swarm.trainers["evil"]
     front = max(trainer.sync.head.round for trainer in honest)
     await go_on(swarm, honest, rounds=3 * ROUNDS)
     later = [body for body in accounts.bodies.values() if body.round > front]

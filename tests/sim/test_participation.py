@@ -18,7 +18,7 @@ SITES = [f"site{number}" for number in range(8)]
 
 
 class Rounds:
-    """What happened in the rounds of a swarm of which sites are drawn."""
+    """The heads of a swarm of which sites are drawn, and who trained in its rounds."""
 
     def __init__(self, begin: Begin, network: SimulatedNetwork, **options: object) -> None:
         self.ids = {name: SimulatedSigner(network.seed, name, {}).peer_id for name in SITES}

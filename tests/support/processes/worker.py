@@ -235,7 +235,7 @@ def follow_downloads(orders: Orders) -> None:
 
 
 def follow_attacks(orders: Orders, swarm: Swarm, synchronizer: Synchronizer, hidden: int) -> None:
-    """Let this peer turn on the others, once it is ordered to."""
+    """Attack the others from this peer, once it is ordered to."""
 
     async def attack(attack: str, options: dict[str, Any]) -> None:
         from tests.lab.attacker import attacker_of

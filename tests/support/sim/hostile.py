@@ -57,6 +57,22 @@ async def never(*args: object) -> Any:
     await asyncio.sleep(3600)
 
 
+def withhold(trainer: SimulatedTrainer, kind: type) -> None:
+    """Fall silent in each attempt where a message of this kind is due on a stream that another member opened."""
+    serve = trainer.sync.averager._runner.sessions.serve
+
+    async def silent(channel: Channel, request: Request) -> None:
+        send = channel.send
+
+        async def send_or_not(message: object) -> None:
+            await (never() if isinstance(message, kind) else send(message))
+
+        channel.send = send_or_not  # type: ignore[method-assign]
+        await serve(channel, request)
+
+    trainer.rpc.serve_channel(ALLREDUCE, Request, silent)
+
+
 def with_field(name: str, value: object) -> Lie:
     return lambda to, message: {**message, name: value} if name in message else message
 

@@ -112,14 +112,14 @@ def test_a_first_stage_leaves_drafts_to_a_client_that_has_some() -> None:
         if now in (5, 6):
             speculation.leave_to_client(4)
         assert bool(speculation.next_drafts(ids, 7, 0, float(now))) == (now not in (0, 5, 6))
-    before = meter.drafted_tokens, meter.accepted_tokens
-    assert speculation.next_drafts([*ids, ids[-3]], None, 0, 10.0) == []
     ids.append(ids[-3])
+    speculation.leave_to_client(4)
+    assert speculation.next_drafts(ids, 7, 0, 10.0) == []
     before = meter.drafted_tokens, meter.accepted_tokens
     speculation.leave_to_client(4)
     ids += [ids[-3]] * 3
     assert speculation.next_drafts(ids, 7, 0, 11.0) == []
-    assert (meter.drafted_tokens, meter.accepted_tokens) == before
+    assert (meter.drafted_tokens, meter.accepted_tokens) == (before[0] + 4, before[1] + 2)
 
 
 def test_nothing_is_drafted_beside_many_others_or_beyond_the_end() -> None:
