@@ -165,7 +165,7 @@ class Steady:
 
 
 def in_swarm(num_peers: int, group_size: int, seed: int, scenario: Callable[[Swarm], Awaitable[T]]) -> T:
-    """Run ``scenario`` on a new swarm that has counted itself, and return its result."""
+    """Run ``scenario`` on a new swarm whose members they all are, and return its result."""
     spec = AveragingSpec(group_size=group_size)
 
     async def main(network: SimulatedNetwork) -> T:
@@ -180,8 +180,9 @@ def in_swarm(num_peers: int, group_size: int, seed: int, scenario: Callable[[Swa
             await presence.start()
         swarm = Swarm(network, peers, watch, random.Random(seed))
         try:
-            for _ in range(2):  # The first counts who does not fit in one group.
+            while max(each.averager.head.table.num_awake for each in peers) < num_peers:  # Not all fit in one group.
                 await swarm.round()
+            await swarm.round()
             return await scenario(swarm)
         finally:
             for presence in presences:

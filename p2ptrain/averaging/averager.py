@@ -21,7 +21,7 @@ from p2ptrain.averaging.commit.round_log import ContributionLog, Path, Result, R
 from p2ptrain.averaging.context import PeerContext
 from p2ptrain.averaging.grouping.cells import delegate_order
 from p2ptrain.averaging.grouping.matchmaker import Matchmaker
-from p2ptrain.averaging.protocol.certificate import MAX_PRESENT, Body, Head, Ticket
+from p2ptrain.averaging.protocol.certificate import Body, Head, Ticket
 from p2ptrain.averaging.timing.deadlines import KeepaliveStatus, first_result
 from p2ptrain.averaging.timing.goal import NO_GOAL, Goal
 from p2ptrain.averaging.vector.error_feedback import Encoded, feedback_scale
@@ -233,7 +233,6 @@ class Averager:
             reachable=context.owner.is_reachable,
             rates=self._runner.planner.rates.encoded(),
             nonce=self._runner.planner.nonce(ticket.level),
-            sees=min(MAX_PRESENT, 1 + len(context.membership.alive_trainers())),
         )
         return complete.signed(context.swarm, context.signer)
 
@@ -261,7 +260,7 @@ class Averager:
             on_path((result.certificate, *path))
 
         reachable = {each.peer for each in result.attempt.roster.tickets if each.reachable}
-        order = delegate_order(body.lineage, body.round, body.level, body.contributing)
+        order = delegate_order(body.lineage, body.round, body.level, body.contributing, head.table.awake)
         delegates = sorted(order, key=lambda peer: peer not in reachable)[:MAX_DELEGATES]
         brought: tuple[TreePath, list[GroupResult]] | None = None
         failure = "no delegate brought the group's result to the others"

@@ -145,7 +145,7 @@ def some_certificates() -> Iterator[bytes]:
         head = genesis(SWARM, SWARM)
         body = Body(
             SWARM, 0, head.lineage, SWARM, 0, 0, SWARM, names, tuple((i, 10, 1) for i in range(size)), "int8/1",
-            tuple(range(size + 1)), (SWARM,) * size, present=size, peers=(1,) * size,
+            tuple(range(size + 1)), (SWARM,) * size, peers=(1,) * size,
         )  # fmt: skip
         votes = tuple((name, NamedSigner(name).sign(vote(body.body_hash))) for name in names)
         yield Certificate(body, votes).to_bytes()
@@ -165,7 +165,7 @@ def some_anchors() -> Iterator[bytes]:
     first = genesis(SWARM, SWARM, founding_table(["peer0"]))
     body = make_body(first.table, 0, ["peer0"])
     body = replace(body, lineage=first.lineage, digest=SWARM)
-    body = replace(body, table=first.table.after(body).hash)
+    body = first.table.completed(body)
     proofs = (("peer0", NamedSigner("peer0").sign(vote(body.body_hash))),)
     yield to_bytes(Anchor(first.after(Certificate(body, proofs), SWARM), (("key", b"proof"),)))
 

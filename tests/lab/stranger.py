@@ -196,10 +196,10 @@ class Stranger:
             tuple(each.peer_id for each in everybody), tuple((i, tokens, 1) for i in range(len(everybody))),
             f"{codec.name}/{codec.version}", (0, *(size for _ in everybody)),
             (mean_root(codec, mean, size, chunk_values(codec)), *(EMPTY_HASH for _ in everybody[1:])),
-            present=len(everybody), peers=(1,) * len(everybody),
+            peers=(1,) * len(everybody),
             census=Census(joining=tuple(sorted({each.peer_id for each in everybody}))),
         )  # fmt: skip
-        body = replace(body, table=parent.table.after(body).hash)
+        body = parent.table.completed(body)
         votes = tuple((each.peer_id, each.sign(vote(body.body_hash))) for each in everybody)
         return Result(Certificate(body, votes), [mean, *(b"" for _ in everybody[1:])])
 

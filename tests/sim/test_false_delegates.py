@@ -1,6 +1,7 @@
 """Delegates that lie about their cells, about each other's shares, or about the swarm's result."""
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from p2ptrain.averaging.allreduce.messages import Shown, Trace
 from p2ptrain.averaging.allreduce.session import AllReduceSession
 from p2ptrain.averaging.grouping.cells import Cells
-from p2ptrain.averaging.protocol.certificate import Ticket
+from p2ptrain.averaging.protocol.certificate import Roster, Ticket
 from p2ptrain.network.chunks.messages import Ask, FromReceiver, Open
 from p2ptrain.network.rpc.channel import Channel
 from tests.support.coroutines import simulated
@@ -21,12 +22,14 @@ from tests.support.sim.peers import until
 from tests.support.sim.trees import SPEC, assert_all_took_part, averagers, exact_mean, grow, hit_first_delegate
 
 
-@pytest.mark.parametrize("seed", [2, 4, 5, 1002])
+@pytest.mark.parametrize(("seed", "more_rounds"), [(2, 0), (4, 0), (5, 0), (8, 0), (1002, 0), (2, 3), (11, 3)])
 @simulated(averagers, 12)
 async def test_a_delegate_that_claims_more_than_its_cell_has_is_left_out(
-    started: list[AveragingPeer], seed: int
+    started: list[AveragingPeer], seed: int, more_rounds: int
 ) -> None:
     await grow(started)
+    for _ in range(more_rounds):
+        await asyncio.gather(*(each.try_round() for each in started))
     liars: list[str] = []
 
     def claim_more(who: AveragingPeer) -> None:
@@ -50,6 +53,35 @@ async def test_a_delegate_that_claims_more_than_its_cell_has_is_left_out(
         body = each.outcomes[-1].result.certificate.body
         assert hit[0].peer.peer_id not in [body.members[index] for index, *_ in body.contributors]
         assert body.tokens <= 10 * len(started)
+
+
+@simulated(averagers, 12, seed=2)
+async def test_a_delegate_that_is_alone_gets_no_vote_for_more_than_its_cell_s_result(
+    started: list[AveragingPeer],
+) -> None:
+    head = await grow(started)
+    all_rows = ((1 << len(head.table.rows)) - 1).to_bytes(-(-len(head.table.rows) // 8), "little")
+
+    def be_alone(who: AveragingPeer) -> None:
+        find, sign = who.averager.matchmaker.find_group, who.averager._signed
+
+        def lied(ticket: Ticket) -> Ticket:
+            if ticket.census is None:
+                return sign(ticket)
+            return sign(replace(ticket, census=ticket.census._replace(roster=all_rows, contributed=all_rows)))
+
+        async def find_group(make: Callable[[], Ticket]) -> Roster:
+            ticket = make()
+            return Roster((ticket,), leader=ticket.peer) if ticket.level else await find(make)
+
+        who.averager._signed = lied  # type: ignore[method-assign]
+        who.averager.matchmaker.find_group = find_group  # type: ignore[method-assign, assignment]
+
+    hit = hit_first_delegate(started, be_alone)
+    done = await asyncio.gather(*(each.try_round() for each in started))
+    last = [each.outcomes[-1].result.certificate.body for each, ok in zip(started, done, strict=True) if ok]
+    assert last
+    assert all(hit[0].peer.peer_id not in body.contributing for body in last)
 
 
 CHECKED = SPEC.model_copy(update={"codec": "int8", "spot_checks": 4})

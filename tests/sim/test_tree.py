@@ -8,6 +8,7 @@ import torch
 from p2ptrain.averaging.commit.attempt import AttemptFailedError
 from p2ptrain.averaging.grouping.cells import Cells
 from p2ptrain.averaging.protocol.certificate import Body
+from p2ptrain.averaging.protocol.table import SLEEP_ROUNDS
 from p2ptrain.averaging.vector.error_feedback import ErrorFeedback
 from p2ptrain.codecs import get_codec
 from p2ptrain.network.simulated import SimulatedNetwork
@@ -57,6 +58,22 @@ async def test_cells_smaller_than_the_least_number_of_peers_average_in_a_swarm_t
     body = started[0].outcomes[-1].result.certificate.body
     assert body.levels == 2
     assert sum(body.peers) == len(started)
+
+
+@simulated(averagers, 24, seed=2)
+async def test_voters_stand_for_their_cells_if_there_are_any(started: list[AveragingPeer]) -> None:
+    head = await grow(started)
+    voters = head.table.awake
+    assert 0 < len(voters) < len(started)
+    stood: list[tuple[str, frozenset[str]]] = []
+
+    async def note(each: AveragingPeer, body: Body) -> None:
+        stood.append((each.peer.peer_id, voters.intersection(body.contributing)))
+
+    before_representing(started, note)
+    await asyncio.gather(*(each.try_round() for each in started))
+    assert sum(bool(there) for _, there in stood) > 1
+    assert all(peer in there for peer, there in stood if there)
 
 
 @simulated(averagers, 12, seed=2)
@@ -186,7 +203,7 @@ async def test_a_swarm_that_grows_beyond_a_group_and_shrinks_again_goes_on(
     started: list[AveragingPeer], network: SimulatedNetwork
 ) -> None:
     levels: list[int] = []
-    for present in (6, 6, 16, 16, 16, 5, 5, 5):
+    for present in (6, 6, 16, 16, 16, *[5] * (SLEEP_ROUNDS + 2)):  # As long as those that left are not asleep.
         there = started[:present]
         if levels and max(levels) > 1:
             for gone in started[present:]:

@@ -88,6 +88,8 @@ class AttemptRunner:
         except AttemptFailedError:
             self._matchmaker.group_broke()
             raise
+        if origin is not None:
+            attempt.children[roster.index_of(self._context.rpc.peer_id)] = origin.credential
         session = AllReduceSession(self._context, attempt, contribution, self._observer, self._slow_checkers)
         self.sessions.add(session)
         return session

@@ -55,6 +55,7 @@ class RunningSessions:
             except (IntegrityError, ProtocolError) as error:
                 session.refuse(channel.remote, f"stands for nobody: {error}")
                 raise ProtocolError(channel.remote, f"stands for nobody: {error}") from error
+            session.attempt.children[roster.index_of(channel.remote)] = request.credential
         await session.incoming.serve(channel, request, source)
 
     async def _session_of(self, group: bytes) -> AllReduceSession:

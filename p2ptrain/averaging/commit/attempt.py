@@ -10,15 +10,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import pairwise
-from statistics import median_low
 from typing import TYPE_CHECKING
 
 from p2ptrain.averaging.commit.result_chunks import Means, Origin
 from p2ptrain.averaging.protocol.ballots import Ballots
-from p2ptrain.averaging.protocol.certificate import MAX_PRESENT, Body, Certificate, Head, Roster, vote
+from p2ptrain.averaging.protocol.certificate import Body, Certificate, Head, Roster, vote
 from p2ptrain.averaging.protocol.table import FULL_TRUST
 from p2ptrain.averaging.vector.chunks import chunk_span, chunk_values, mean_root, num_chunks
 from p2ptrain.averaging.vector.rules import Claim, VotingRule, get_rule
@@ -206,6 +205,7 @@ class Attempt:
         means: Encoded mean of each share; None until it arrives.
         hashes: `mean_root` of each mean.
         contributors: Indices into the roster; None until agreed.
+        children: By index: certificate of the result that a delegate brought, in wire form.
         sent_parts: By share: this member's encoded part, where means are lists of parts; see `check_quotes`.
         body: None until every mean is here.
         proofs: By peer: valid signatures of ``body``.
@@ -233,6 +233,7 @@ class Attempt:
     means: list[Buffer | None] = field(default_factory=list)
     hashes: list[bytes] = field(default_factory=list)
     contributors: tuple[int, ...] | None = None
+    children: dict[int, bytes] = field(default_factory=dict)
     sent_parts: dict[int, Buffer] = field(default_factory=dict)
     body: Body | None = None
     proofs: dict[str, bytes] = field(default_factory=dict)
@@ -376,7 +377,6 @@ class Attempt:
             codec=f"{self.codec.name}/{self.codec.version}",
             bounds=self.bounds,
             hashes=hashes,
-            present=min(MAX_PRESENT, max(sum(peers), median_low(ticket.sees for ticket in tickets))),
             level=level,
             levels=self.levels,
             peers=peers,
@@ -386,7 +386,7 @@ class Attempt:
             is_reduced=self.roster.is_reduced,
             census=self.head.table.census(tickets, {tickets[index].peer for index in contributors}),
         )
-        return replace(body, table=self.head.table.after(body).hash) if body.is_last else body
+        return self.head.table.completed(body) if body.is_last else body
 
     @property
     def is_last(self) -> bool:
@@ -431,9 +431,10 @@ class Attempt:
             self._passed_on.clear()
 
     def certificate(self) -> Certificate | None:
-        """Return the certificate; None until a majority has signed, and enough of the voters."""
+        """Return the certificate; None until a majority has signed, and enough voters or members of its cell."""
         if self.body is None or not self.is_held:
             return None
-        if self.is_last and self.head.table.why_invalid(self.body, self.proofs.keys()):
+        table, signers = self.head.table, self.proofs.keys()
+        if table.why_invalid(self.body, signers) if self.is_last else not table.is_vouched(self.body.members, signers):
             return None
         return Certificate(self.body, tuple(sorted(self.proofs.items())))

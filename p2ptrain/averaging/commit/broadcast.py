@@ -262,21 +262,9 @@ class ResultBroadcast:
         below = cell
         for item in raw:
             certificate = self._context.certificate(item)
-            above = certificate.body
-            if not (
-                (above.round, above.lineage, above.digest) == (cell.round, cell.lineage, cell.digest)
-                and above.levels == cell.levels
-                and (above.tokens_before, above.samples_before) == (cell.tokens_before, cell.samples_before)
-                and above.level == below.level + 1
-                and below.body_hash in above.children
-            ):
-                raise IntegrityError("one does not follow from the other")
-            position = above.children.index(below.body_hash)
-            counted = [counts for index, *counts in above.contributors if index == position]
-            if counted not in ([], [[below.tokens, below.most_samples]]) or above.peers[position] != sum(below.peers):
-                raise IntegrityError("one has another number of tokens, samples or peers than was brought to it")
+            certificate.body.check_brought(below)
             path.append(certificate)
-            below = above
+            below = certificate.body
         if not below.is_last:
             raise IntegrityError("the last is missing")
         table.check(path[-1])

@@ -31,13 +31,13 @@ from msgspec import Meta
 
 from p2ptrain.averaging.commit.attempt import Attempt, Standing
 from p2ptrain.averaging.commit.round_log import RoundLog
-from p2ptrain.averaging.commit.votes import LightVotes, ask_voters, endorsed
+from p2ptrain.averaging.commit.votes import CHILDREN, AskChildren, Children, LightVotes, ask_voters, endorsed
 from p2ptrain.averaging.context import PeerContext
 from p2ptrain.averaging.protocol.certificate import MAX_MEMBERS, Body, Certificate, Head, Name, Proof
 from p2ptrain.averaging.timing.deadlines import silence_seconds, straggler_seconds
 from p2ptrain.buffers import Buffer
 from p2ptrain.codecs import CodecError
-from p2ptrain.errors import DeadlineError, IntegrityError, PeerError, PeerLostError
+from p2ptrain.errors import DeadlineError, IntegrityError, PeerError, PeerLostError, PeerRefusedError
 from p2ptrain.network.schema import Hash, Message
 from p2ptrain.tasks import Tasks, together
 
@@ -91,6 +91,7 @@ class AttemptRecovery:
         self._ballots = context.ballots
         self._round_log = round_log
         context.rpc.serve(STANDING, AskStanding, self._serve)
+        context.rpc.serve(CHILDREN, AskChildren, self._serve_children)
 
     async def endorse(self, attempt: Attempt) -> None:
         """Ask the founders to sign a certified result, if it is this peer's turn; see `endorsed`."""
@@ -147,6 +148,13 @@ class AttemptRecovery:
         if attempt.body is None:
             return StandingReply(standing)
         return StandingReply(standing, attempt.body.to_bytes(), tuple(sorted(attempt.proofs.items())))
+
+    async def _serve_children(self, peer: str, request: AskChildren) -> Children:
+        attempt = self._round_log.attempts.get(request.group)
+        contributors = attempt.contributors if attempt is not None else None
+        if attempt is None or contributors is None or not attempt.children.keys() >= {*contributors}:
+            raise PeerRefusedError(self._rpc.peer_id, "this peer has no such result")
+        return Children(tuple(attempt.children[index] for index in contributors))
 
     async def recover(
         self, attempt: Attempt, elapsed_seconds: float = 0.0, silent: Collection[str] = ()

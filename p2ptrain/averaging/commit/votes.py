@@ -20,15 +20,19 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Annotated
+
+from msgspec import Meta
 
 from p2ptrain.averaging.commit.anchoring import serve_anchors
 from p2ptrain.averaging.commit.attempt import Attempt
 from p2ptrain.averaging.commit.lost_state import WAITS_BEFORE_GOING_BACK, LostState, is_proved, vote_seconds
 from p2ptrain.averaging.context import PeerContext
-from p2ptrain.averaging.grouping.cells import Cells
+from p2ptrain.averaging.grouping.cells import Cells, Key
 from p2ptrain.averaging.protocol.certificate import (
     CALL_TIMEOUT_SECONDS,
     MAX_CERTIFICATE_BYTES,
+    MAX_MEMBERS,
     MAX_ROOT_BYTES,
     ROOT,
     AskRoot,
@@ -40,8 +44,9 @@ from p2ptrain.averaging.protocol.certificate import (
     fetch_certificates,
     vote,
 )
+from p2ptrain.averaging.protocol.table import NOTHING_TOLD
 from p2ptrain.errors import DeadlineError, IntegrityError, PeerError, PeerRefusedError
-from p2ptrain.network.schema import Message
+from p2ptrain.network.schema import Hash, Message
 from p2ptrain.tasks import together
 
 logger = logging.getLogger(__name__)
@@ -49,6 +54,8 @@ logger = logging.getLogger(__name__)
 VOTE = "ballot.vote"
 FIRST_ASKERS, ASKER_SECONDS = 3, 0.1
 """Members that ask the voters at once; each further one waits so much longer, and mostly hears of the votes before."""
+CHILDREN = "ballot.children"
+MAX_CHILDREN_BYTES = 8 << 20
 REQUEST_BYTES = 4 * MAX_CERTIFICATE_BYTES
 UNKNOWN = "this peer does not know the round before"
 ANOTHER = "this peer voted for another result of this round"
@@ -66,6 +73,18 @@ class AskVote(Message, frozen=True):
 
 class Vote(Message, frozen=True):
     proof: Proof
+
+
+class AskChildren(Message, frozen=True):
+    """Request for the certificates of the results that are in a group of delegates' result."""
+
+    group: Hash
+
+
+class Children(Message, frozen=True):
+    """Reply with these certificates in wire form, in the order of the contributors."""
+
+    certificates: Annotated[tuple[bytes, ...], Meta(max_length=MAX_MEMBERS)]
 
 
 class LightVotes:
@@ -118,6 +137,8 @@ class LightVotes:
         moved.table.check_body(body)
         if body.levels != Cells(context.spec.group_size).num_levels(moved.present):
             raise IntegrityError("a certificate is of another tree than its lineage has")
+        if body.level:
+            await self._look_below(peer, certificate, moved)
         if body.round == 0 and self._waits_for_others(body):
             raise PeerRefusedError(own, "most of the trainers that this peer knows are not on the first roster")
         signed, undrawn = certificate.signers.intersection(body.members), context.undrawn(moved)
@@ -138,6 +159,43 @@ class LightVotes:
             await self._record(certificate, tip, moved, goes_back=goes_back)
         for each in vouched:
             context.anchors.sign(each)
+
+    async def _look_below(self, peer: str, certificate: Certificate, head: Head) -> None:
+        """Raise `IntegrityError` unless the results in a result of delegates are their cells' own.
+
+        A delegate may be alone on its roster, and then nobody else has looked. Any signer shows the certificates, so
+        that those of a large tree do not all come from the few members that ask for votes.
+        """
+        context, body, failure = self._context, certificate.body, ""
+        others = sorted(certificate.signing_members - {context.rpc.peer_id, peer}) or [peer]
+        for holder in dict.fromkeys((context.runtime.random.choice(others), peer)):
+            try:
+                reply = await context.rpc.call(
+                    holder, CHILDREN, AskChildren(body.group_id), Children, CALL_TIMEOUT_SECONDS,
+                    max_reply_bytes=MAX_CHILDREN_BYTES,
+                )  # fmt: skip
+                return await context.runtime.offload(self._check_below, body, head, reply.certificates)
+            except (PeerError, DeadlineError, IntegrityError) as error:
+                failure = str(error)
+        raise IntegrityError(f"a result of delegates is not their cells': {failure}")
+
+    def _check_below(self, body: Body, head: Head, raw: Sequence[bytes]) -> None:
+        """Raise `IntegrityError` unless these certificates make up a result of delegates, one for each contributor."""
+        cells, found, census = Cells(self._context.spec.group_size), set[Key](), NOTHING_TOLD
+        if len(raw) != len(body.contributors):
+            raise IntegrityError("a cell's certificate is missing")
+        for peer, certificate in zip(body.contributing, map(self._context.certificate, raw), strict=True):
+            below = certificate.body
+            body.check_brought(below)
+            keys = {cells.key_of(head, member, below.level) for member in below.members}
+            if peer not in below.members or len(keys) != 1 or not (below.level or head.table.fits(below)):
+                raise IntegrityError("one is not of its delegate's cell")
+            if not head.table.is_vouched(below.members, certificate.signers):
+                raise IntegrityError("less than half of a cell's members signed")
+            found |= keys
+            census = census.merged(below.census)
+        if len(found) != len(body.contributors) or census != body.census:
+            raise IntegrityError("one cell counts twice, or another one than told")
 
     def _is_anchored(self) -> str:
         """Return why the swarm cannot go back, and tell the operator once how it can."""

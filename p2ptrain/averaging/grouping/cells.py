@@ -4,6 +4,7 @@ A swarm that fits in one group has one cell. A larger one averages in a **tree w
 cell takes the cell's weighted mean to a group of delegates, up to the last group, whose result all peers replay.
 
 A cell depends on the peer's id and on the head's lineage, round and number of peers, not on the peers that one knows.
+The head's number of peers follows from the member table.
 Lineages are unpredictable: no peer can choose an id that meets a victim in a later round.
 """
 
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from decimal import Context, Decimal, localcontext
 from functools import lru_cache
 from typing import NamedTuple
@@ -25,6 +26,9 @@ MOST_LEFT_OUT = 0.02
 need cells that are 18 to 45 % full, and often one more level. A peer has one cell, so it counts once in a round."""
 MOST_FILL_PERCENT = 80
 """Maximum average fill of large cells, so that they have room for a swarm that grew by a fifth since the last round."""
+LEAST_PEERS = 8
+"""Minimum average number of peers in a cell that could be larger: the rest of them makes more cells, up to one group of
+delegates. Of a few delegates, most are easily hostile."""
 
 _DECIMALS = Context(prec=50, Emin=-999_999_999, Emax=999_999_999)  # unlike libm, it rounds alike on all machines
 
@@ -99,13 +103,15 @@ def _cell(round_: int, lineage: bytes, present: int, group_size: int, level: int
     return parent_cell(below, cells[level - 1], cells[level])
 
 
-def delegate_order(lineage: bytes, round_: int, sub_round: int, members: Iterable[str]) -> list[str]:
+def delegate_order(
+    lineage: bytes, round_: int, sub_round: int, members: Iterable[str], voters: Container[str] = ()
+) -> list[str]:
     """Return the members of a group in the order in which they become its delegate; it differs in each round.
 
-    The order of any two members does not depend on the others.
+    The lineage's voters come before the others. The order of any two members does not depend on the others.
     """
     numbers = (round_, sub_round)
-    return sorted(set(members), key=lambda peer: (_hash(b"delegate", numbers, lineage, peer), peer))
+    return sorted(set(members), key=lambda peer: (peer not in voters, _hash(b"delegate", numbers, lineage, peer), peer))
 
 
 def cell_of(lineage: bytes, round_: int, level: int, peer: str, num_cells: int) -> int:
@@ -146,9 +152,10 @@ def left_out(num_peers: int, num_cells: int, group_size: int) -> float:
 
 @lru_cache(maxsize=1024)
 def tree_cells(num_peers: int, group_size: int) -> int:
-    """Return the least number of cells on a tree's first level within `MOST_LEFT_OUT` and `MOST_FILL_PERCENT`.
+    """Return the number of cells on a tree's first level: the least within `MOST_LEFT_OUT` and `MOST_FILL_PERCENT`.
 
-    A cell has 51 peers for groups of 64, 12 for groups of 16, fewer than 5 for groups of 8, and 2 for groups of 4.
+    There are more if that is not enough for a group of delegates, unless cells would have fewer than `LEAST_PEERS`. A
+    cell has at most 51 peers for groups of 64, 12 for groups of 16, 5 for groups of 8, and 2 for groups of 4.
 
     Raises:
         ValueError: A number is out of range.
@@ -160,19 +167,25 @@ def tree_cells(num_peers: int, group_size: int) -> int:
     least = most = -(-100 * num_peers // (MOST_FILL_PERCENT * group_size))
     while left_out(num_peers, most, group_size) > MOST_LEFT_OUT:
         least, most = most + 1, 2 * most
-    return bisect_left(
+    fewest = bisect_left(
         range(most), True, lo=least, key=lambda cells: left_out(num_peers, cells, group_size) <= MOST_LEFT_OUT
     )
+    return max(fewest, min(num_peers // LEAST_PEERS, group_size))
 
 
 def level_cells(num_peers: int, group_size: int) -> tuple[int, ...]:
     """Return the number of cells on each level of the tree, from level 0 to the last, which has one.
 
-    A hash draws the cells of level 0 (`cell_of`, `tree_cells`). Above, cells are assigned evenly (`parent_cell`).
+    A hash draws the cells of level 0 (`cell_of`, `tree_cells`). Above, cells are assigned evenly (`parent_cell`). The
+    levels are as few as possible, and the last groups the largest: the last one has more than half of ``group_size``
+    delegates if the level below has as many cells. A few hostile delegates are a majority of a small last group.
     """
     cells = [tree_cells(num_peers, group_size)]
     while cells[-1] > 1:
-        cells.append(-(-cells[-1] // group_size))
+        room = 1  # for results in the levels above the next one
+        while room * group_size < cells[-1]:
+            room *= group_size
+        cells.append(-(-cells[-1] // -(-cells[-1] // room)))
     return tuple(cells)
 
 

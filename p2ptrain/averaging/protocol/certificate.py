@@ -101,7 +101,7 @@ class Head:
         digest: Merkle root of parameters, buffers and shared optimizer state at the start of the round, 32 bytes.
         members: Roster of the round before, in order; empty at the start, and after a roster of delegates.
         certificate: Certificate of the round before, in wire form; empty at the start.
-        present: Number of peers that the round before counted; 0 at the start.
+        present: `Body.present` of the round before; 0 at the start.
         full: `Table.full_round`: round of the newest head of the lineage that a full certificate led to.
         returned: `Table.num_returned`.
         table: The lineage's members; empty `without_proof`.
@@ -163,7 +163,6 @@ class Ticket(Signed):
         rates: Measured send rates of other peers; see `p2ptrain.averaging.allreduce.bandwidth`.
         nonce: Makes every attempt distinct, 16 bytes; under secure aggregation the public keys of its masks
             (`p2ptrain.averaging.masking.keys`).
-        sees: Trainers that the peer knows, itself included; the next head uses the members' median.
         present: Number of peers that its head counts.
         level: Tree level (`p2ptrain.averaging.grouping.cells`). Above 0, a delegate brings the result of a group of the
             level below, and ``tokens`` and ``samples`` are those of this result.
@@ -189,7 +188,6 @@ class Ticket(Signed):
     reachable: bool
     rates: Annotated[bytes, Meta(max_length=MAX_RATES_BYTES)]
     nonce: Annotated[bytes, Meta(min_length=16, max_length=MAX_NONCE_BYTES)]
-    sees: Present = 1
     present: Present = 0
     level: Level = 0
     child: Annotated[bytes, Meta(max_length=HASH_BYTES)] = b""
@@ -290,7 +288,7 @@ class Body:
         codec: Name and version of the codec, such as ``int8/1``.
         bounds: ``len(members) + 1`` offsets into the vector; member i owns ``[bounds[i], bounds[i+1])``.
         hashes: `p2ptrain.averaging.vector.chunks.mean_root` of each share; `EMPTY_HASH` for an empty one.
-        present: Number of peers in the swarm, by the members' median; it shapes the next round's tree.
+        present: `Table.num_awake` after this result, which shapes the next round's tree; 0 below the tree's last level.
         levels: Number of the tree's levels; only a result of the last one ends the round.
         peers: By member: number of peers that it represents; all 1 on level 0.
         children: By member: `body_hash` of the lower level's result that it brought, 32 bytes; empty on level 0.
@@ -336,7 +334,7 @@ class Body:
             and self.level < self.levels
             and len(self.peers) == size
             and max(self.peers) <= (MAX_PRESENT if self.level else 1)
-            and sum(self.peers) <= self.present
+            and sum(self.peers) <= MAX_PRESENT
             and len(self.children) == (size if self.level else 0)
             and len(self.table) == (HASH_BYTES if self.is_last else 0)
         ):
@@ -360,6 +358,22 @@ class Body:
             raise IntegrityError("a certificate's counts do not follow from its lineage")
         if self.digest != head.digest:
             raise IntegrityError("a certificate is of another state than its lineage has here")
+
+    def check_brought(self, below: Body) -> None:
+        """Raise `IntegrityError` unless members brought this result of the level below, as it is."""
+        brought = {index for index, child in enumerate(self.children) if child == below.body_hash}
+        if not brought or below.level + 1 != self.level or self._frame != below._frame:
+            raise IntegrityError("one does not follow from the other")
+        counted = {(tokens, samples) for index, tokens, samples in self.contributors if index in brought}
+        if not counted <= {(below.tokens, below.most_samples)} or {self.peers[i] for i in brought} != {
+            sum(below.peers)
+        }:
+            raise IntegrityError("one has another number of tokens, samples or peers than was brought to it")
+
+    @property
+    def _frame(self) -> tuple[object, ...]:
+        """The fields that all results of one round and tree have in common."""
+        return self.round, self.lineage, self.digest, self.levels, self.tokens_before, self.samples_before
 
     def to_bytes(self) -> bytes:
         """Return canonical msgpack."""

@@ -192,6 +192,11 @@ class Table:
         row = self.row_of(peer)
         return row.misses if row else 0, rank(peer, lineage, level, cell)
 
+    @cached_property
+    def num_awake(self) -> int:
+        """Number of members that take part in rounds: all that do not sleep, but for witnesses."""
+        return sum(not row.sleeps and not row.is_witness for row in self.rows)
+
     def undrawn(self, lineage: bytes, share: float, least: int) -> frozenset[str]:
         """Return the members that sit out the round after the head of this table.
 
@@ -248,12 +253,15 @@ class Table:
         return max(LEAST_GUESTS, known, min_peers - known) if self.is_open and not self.begins else len(peers)
 
     def group_of(self, peers: Sequence[str], size: int, min_peers: int) -> list[str]:
-        """Return the ``size`` first of these peers, among strangers members first and no more than `most_guests`."""
-        if not self.is_open or self.begins:
-            return list(peers[:size])
-        guests = self.guests(peers)
-        known = [peer for peer in peers if peer in self._index][: max(1, size - min(LEAST_GUESTS, len(guests)))]
-        return known + guests[: min(self.most_guests(known, min_peers), size - len(known))]
+        """Return ``size`` of these peers: members that are awake, those that wake, and no more than `most_guests`.
+
+        A crowd keeps out no voter. But a few places are for others than awake members, so that a full group can grow.
+        """
+        rows, guests = [row for peer in peers if (row := self.row_of(peer))], self.guests(peers)
+        awake, asleep = ([row.peer for row in rows if row.sleeps is sleeps] for sleeps in (False, True))
+        members = awake[: size - min(LEAST_GUESTS, len(asleep) + len(guests), size // 2)]
+        members += asleep[: size - len(members)]
+        return members + guests[: min(self.most_guests([*members, *guests], min_peers), size - len(members))]
 
     def guests(self, peers: Iterable[str]) -> list[str]:
         """Return those of these peers that are no members, in their order."""
@@ -354,6 +362,11 @@ class Table:
         own = self.order(body.leader, body.lineage)
         return frozenset(peer for peer in self.leading if self.order(peer, body.lineage) < own)
 
+    def completed(self, body: Body) -> Body:
+        """Return the result that ends a round, with what follows from it: the table, and its awake members' number."""
+        after = self.after(body)
+        return replace(body, table=after.hash, present=after.num_awake)
+
     def _is_forgotten(self, row: Row, round_: int) -> bool:
         if round_ % EPOCH_ROUNDS or row.is_witness or row.elects:
             return False
@@ -377,6 +390,11 @@ class Table:
             return "no member of the lineage signed"
         return ""
 
+    def is_vouched(self, members: Iterable[str], signers: Collection[str]) -> bool:
+        """True if half of the members on a roster signed; a liar has as many keys of newcomers as it likes."""
+        known = self._index.keys() & set(members)
+        return 2 * len(known.intersection(signers)) >= len(known)
+
     def check(self, certificate: Certificate) -> Table:
         """Return the table after a certificate; raise `IntegrityError` unless it is valid after this one.
 
@@ -390,15 +408,15 @@ class Table:
         """Return the table after a result; raise `IntegrityError` unless its members and table follow from this one."""
         if not body.is_last:
             raise IntegrityError("a result of a part of the swarm does not end a round")
-        if body.levels == 1 and not self._fits(body):
+        if body.levels == 1 and not self.fits(body):
             raise IntegrityError("a certificate tells other members than its roster")
         after = self.after(body)
-        if after.hash != body.table:
-            raise IntegrityError("a certificate names another member table than follows from it")
+        if after.hash != body.table or after.num_awake != body.present:
+            raise IntegrityError("a certificate names another member table or tree than follows from it")
         return after
 
-    def _fits(self, body: Body) -> bool:
-        """True if a census has the members and contributors of a whole swarm's roster."""
+    def fits(self, body: Body) -> bool:
+        """True if the census of a result on level 0 has the members and contributors of its roster."""
         told = [{row.peer for i, row in enumerate(self.rows) if _has(bits, i)} for bits in body.census[:3]]
         members, contributing = set(body.members), set(body.contributing)
         known, new = members & self._index.keys(), members - self._index.keys()

@@ -15,6 +15,7 @@ from p2ptrain.network.simulated import SimulatedNetwork
 from tests.support.sim.averagers import AveragingPeer, start_averagers
 
 NUM_VALUES = 512
+MOST_ROUNDS_TO_GROW = 24
 SPEC = AveragingSpec(codec="fp32", aggregation="mean", group_size=8, grace_seconds=1.0)
 
 
@@ -26,10 +27,15 @@ async def averagers(
 
 
 async def grow(started: list[AveragingPeer]) -> Head:
-    """The first round, in which a group can only count those who do not fit in it; where it leads."""
-    await asyncio.gather(*(each.try_round() for each in started))
-    assert max(len(each.outcomes) for each in started) == 1
-    return next(each.averager.head for each in started if each.outcomes)
+    """The rounds until all of these peers are members, and have room in their cells; where they lead."""
+    size = started[0].spec.group_size
+    for _ in range(MOST_ROUNDS_TO_GROW):
+        await asyncio.gather(*(each.try_round() for each in started))
+        head = max((each.averager.head for each in started), key=lambda head: head.round)
+        cells = Counter(Cells(size).key_of(head, each.peer.peer_id).cell for each in started)
+        if head.present == len(started) and max(cells.values()) <= size:
+            return head
+    raise AssertionError(f"{head.present} of {len(started)} peers are members after {head.round} rounds")
 
 
 def exact_mean(started: list[AveragingPeer]) -> torch.Tensor:

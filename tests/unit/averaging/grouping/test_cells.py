@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from p2ptrain.averaging.grouping.cells import (
+    LEAST_PEERS,
     MOST_FILL_PERCENT,
     MOST_LEFT_OUT,
     Cells,
@@ -24,7 +25,9 @@ from p2ptrain.averaging.grouping.cells import (
     tree_cells,
 )  # fmt: skip
 from p2ptrain.averaging.protocol.certificate import Head
+from p2ptrain.averaging.protocol.table import founding_table
 from p2ptrain.errors import IntegrityError
+from tests.unit.averaging.protocol.test_table import make_body
 
 LINEAGE = bytes(range(32))
 group_sizes = st.integers(2, 256)
@@ -69,7 +72,9 @@ def test_a_tree_has_just_enough_cells(n: int, size: int) -> None:
     cells = tree_cells(n, size)
     assert left_out(n, cells, size) <= MOST_LEFT_OUT
     assert cells == 1 or 100 * n <= MOST_FILL_PERCENT * cells * size
-    if cells > 1:
+    for_delegates = min(n // LEAST_PEERS, size)
+    assert cells == 1 or cells >= for_delegates
+    if cells > max(1, for_delegates):
         too_full = 100 * n > MOST_FILL_PERCENT * (cells - 1) * size
         assert too_full or left_out(n, cells - 1, size) > MOST_LEFT_OUT
     assert (cells == 1) == (n <= size)
@@ -88,6 +93,29 @@ def test_each_level_has_room_for_the_delegates_of_the_one_before(n: int, size: i
         assert parents == sorted(parents)
         assert max(Counter(parents).values(), default=0) <= size
         assert not parents or set(parents) == set(range(after))
+    assert len(levels) < 3 or 2 * levels[-2] > size, "the last group is the large one"
+    assert len(levels) == 1 or levels[-2] >= min(n // LEAST_PEERS, size // 2)
+
+
+def hostile_majority(num_peers: int, delegates: int) -> float:
+    """The probability that of delegates drawn from so many peers, a fifth of them hostile, most are hostile."""
+    hostile = num_peers // 5
+    ways = (
+        math.comb(hostile, bad) * math.comb(num_peers - hostile, delegates - bad)
+        for bad in range(delegates // 2 + 1, delegates + 1)
+    )
+    return float(Fraction(sum(ways), math.comb(num_peers, delegates)))
+
+
+@pytest.mark.parametrize(
+    ("num_peers", "delegates", "chance"),
+    [(100, 12, 2.0e-3), (200, 25, 1.2e-4), (500, 62, 1.8e-9), (4000, 40, 4.4e-6), (10_000, 49, 1.2e-6)],
+)
+def test_of_the_last_group_most_are_seldom_hostile(num_peers: int, delegates: int, chance: float) -> None:
+    """As docs/explanation/security.md says, for groups of 64."""
+    assert level_cells(num_peers, 64)[-2] == delegates
+    assert hostile_majority(num_peers, delegates) == pytest.approx(chance, rel=0.05)
+    assert hostile_majority(num_peers, 4) > 0.02
 
 
 @given(st.sets(st.text(max_size=5), max_size=8), st.text(max_size=5), lineages)
@@ -95,6 +123,15 @@ def test_all_agree_on_who_stands_first_whomever_else_they_know(known: set[str], 
     order = delegate_order(lineage, 1, 2, known)
     assert sorted(order) == sorted(known)
     assert [peer for peer in delegate_order(lineage, 1, 2, [other, *order]) if peer != other or other in known] == order
+
+
+@given(st.sets(st.text(max_size=5), max_size=8), st.sets(st.text(max_size=5), max_size=8), lineages)
+def test_voters_stand_before_others_and_each_kind_in_the_order_of_all(
+    members: set[str], voters: set[str], lineage: bytes
+) -> None:
+    voters.update(sorted(members)[::2])
+    drawn, order = delegate_order(lineage, 1, 2, members), delegate_order(lineage, 1, 2, members, voters)
+    assert order == [peer for peer in drawn if peer in voters] + [peer for peer in drawn if peer not in voters]
 
 
 def test_standing_for_a_group_goes_round() -> None:
@@ -105,7 +142,21 @@ def test_standing_for_a_group_goes_round() -> None:
 def test_what_is_drawn_is_the_same_for_every_version_that_can_meet() -> None:
     assert [cell_of(LINEAGE, 7, level, "peer", 1000) for level in range(3)] == [51, 584, 105]
     assert delegate_order(LINEAGE, 7, 1, names(6)) == ["p2", "p3", "p1", "p4", "p5", "p0"]
-    assert [tree_cells(1000, size) for size in (4, 8, 16, 64)] == [620, 209, 84, 20]
+    assert [tree_cells(1000, size) for size in (4, 8, 16, 64)] == [620, 209, 84, 64]
+
+
+@pytest.mark.parametrize(("num_peers", "size", "rounds"), [(1000, 64, 5), (512, 16, 11), (64, 8, 8)])
+def test_a_crowd_that_comes_at_once_is_in_within_a_few_rounds(num_peers: int, size: int, rounds: int) -> None:
+    table, present, cells = founding_table(["seed"]), 0, Cells(size)
+    for round_ in range(rounds):
+        groups: dict[int, list[str]] = {}
+        for peer in names(num_peers):
+            groups.setdefault(cells.key_of(head(round_, present), peer).cell, []).append(peer)
+        roster = [peer for cell in groups.values() for peer in table.group_of(cell, size, 1)]
+        body = make_body(table, round_, roster)
+        assert not table.leaves_out_most(body.census), "no voter would sign"
+        table, present = table.after(body), body.present
+    assert present == num_peers
 
 
 # The cells of a swarm

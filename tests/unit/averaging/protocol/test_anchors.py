@@ -37,7 +37,7 @@ def lineage(rounds: int, *, digest: bytes = b"d" * 32, reduced: Sequence[int] = 
         body = replace(
             body, lineage=head.lineage, digest=head.digest, tokens_before=head.tokens, samples_before=head.samples
         )
-        body = replace(body, table=head.table.after(body).hash)
+        body = head.table.completed(body)
         proofs = tuple((peer, NamedSigner(peer).sign(vote(body.body_hash))) for peer in "abc")
         heads.append(head.after(Certificate(body, proofs), hashlib.sha256(digest + head.digest).digest()))
     return heads

@@ -171,7 +171,8 @@ def test_one_signature_repeated_is_not_checked_again_and_again(times: int, refus
     [
         {"members": ("a", "a", "c")}, {"contributors": ((2, 1, 1), (0, 1, 1))}, {"contributors": ((3, 1, 1),)},
         {"bounds": (0, 2, 1, 3)}, {"bounds": (0, 1)}, {"hashes": ()}, {"level": 1}, {"peers": (1, 1)},
-        {"peers": (1, 1, 2)}, {"present": 2}, {"children": (b"c" * 32,)},
+        {"peers": (1, 1, 2)}, {"children": (b"c" * 32,)},
+        {"level": 1, "levels": 3, "peers": (40_000, 40_000, 1), "children": (b"c" * 32,) * 3, "table": b""},
     ],
     ids=str,
 )  # fmt: skip

@@ -78,7 +78,7 @@ def make_body(
             counted,
         ),
     )  # fmt: skip
-    return replace(body, table=table.after(body).hash)
+    return table.completed(body)
 
 
 def go_on(table: Table, rounds: Iterable[int], members: Sequence[str], *, is_reduced: bool = False) -> Table:
@@ -503,8 +503,9 @@ def test_a_reduced_lineage_keeps_the_electorate_that_was_drawn() -> None:
         lambda body: replace(body, census=body.census._replace(leaving=b"\x04")),
         lambda body: replace(body, census=body.census._replace(joining=("sybil", "x"))),
         lambda body: replace(body, levels=2, level=0),
+        lambda body: replace(body, present=body.present + 1),
     ],
-    ids=["hash", "nothing", "roster", "contributed", "leaving", "joining", "no last level"],
+    ids=["hash", "nothing", "roster", "contributed", "leaving", "joining", "no last level", "tree"],
 )
 @pytest.mark.parametrize("is_hash_right", [False, True])
 def test_a_body_whose_census_or_table_lies_is_refused(forge: object, is_hash_right: bool) -> None:
@@ -513,7 +514,7 @@ def test_a_body_whose_census_or_table_lies_is_refused(forge: object, is_hash_rig
     table.check(signed(honest, "abc"))
     body = forge(honest)  # type: ignore[operator]
     if is_hash_right and body.census != honest.census:
-        body = replace(body, table=table.after(body).hash)
+        body = table.completed(body)
     with pytest.raises(IntegrityError, match=r"member|a part of the swarm"):
         table.check(signed(body, "abc"))
 
@@ -533,7 +534,7 @@ def test_any_census_makes_a_table_or_is_refused(census: Census) -> None:
     after = table.after(body)
     assert len({each.peer for each in after.rows}) == len(after.rows)
     try:
-        table.check_body(replace(body, table=after.hash))
+        table.check_body(table.completed(body))
     except IntegrityError:
         return
     assert {each.peer for each in after.rows} <= {*"abcx"}
@@ -672,7 +673,7 @@ def test_no_number_of_reduced_rounds_or_tokens_wins_over_a_full_one() -> None:
 def after(head: Head, members: str, *, is_reduced: bool = False) -> Head:
     body = make_body(head.table, head.round, members, is_reduced=is_reduced)
     body = replace(body, lineage=head.lineage, tokens_before=head.tokens)
-    body = replace(body, table=head.table.after(body).hash)
+    body = head.table.completed(body)
     return head.after(signed(body, members), b"d" * 32)
 
 
@@ -757,7 +758,47 @@ def test_among_strangers_leaders_form_groups_that_no_member_would_refuse_for_its
     assert len(group) >= min(size, members)
     assert len(group) >= min(size, len(peers), min_peers)
     assert not guests or size < 3 or table.guests(group), "newcomers get in even where members fill the group"
-    assert replace(table, is_open=False).group_of(peers, size, min_peers) == peers[:size]
+
+
+@given(
+    awake=st.integers(0, 40), asleep=st.integers(0, 40), guests=st.integers(0, 40), size=st.integers(1, 64),
+    is_open=st.booleans(), mixed=st.randoms(),
+)  # fmt: skip
+def test_a_crowd_keeps_no_awake_member_out_of_a_group_and_a_full_group_grows(
+    awake: int, asleep: int, guests: int, size: int, is_open: bool, mixed: Random
+) -> None:
+    rows = [Row(f"m{number}", votes=True) for number in range(awake)]
+    rows += [Row(f"s{number}", sleeps=True, votes=True) for number in range(asleep)]
+    table = Table(tuple(rows), is_open)
+    peers = [*(row.peer for row in rows), *(f"n{number}" for number in range(guests))]
+    mixed.shuffle(peers)
+    group = table.group_of(peers, size, 1)
+    places = min(2, asleep + guests, size // 2)
+    there = Counter(peer[0] for peer in group)
+    assert there["m"] >= min(awake, size - places)
+    assert there["s"] + there["n"] >= places
+    assert is_open or len(group) == min(size, len(peers))
+    if awake <= size:
+        assert not table.leaves_out_most(make_body(table, 1, group).census)
+
+
+def test_the_next_tree_is_that_of_the_members_that_are_awake() -> None:
+    first, second = ([f"{name}{number}" for number in range(8)] for name in "ab")
+    table = joined(founding_table(["seed"]), [first])
+    assert make_body(table, 1, [*first, *second]).present == 16, "the seed contributes nothing"
+    table = joined(table, [[*first, *second]])
+    assert go_on(table, range(2, 2 + SLEEP_ROUNDS), first).num_awake == 8
+    assert make_body(table, 2, first[:3], is_reduced=True).present == 3
+    assert make_body(table, 2, first, leaving=first[:2]).present == 14
+
+
+def test_keys_of_newcomers_vouch_for_no_member() -> None:
+    table, newcomers = voters(NAMES), [f"n{number}" for number in range(6)]
+    members = [*"abcd", *newcomers]
+    assert not table.is_vouched(members, newcomers)
+    assert not table.is_vouched(members, [*newcomers, *"aef"]), "others are not on the roster"
+    assert table.is_vouched(members, "ab")
+    assert table.is_vouched(newcomers, ()), "and newcomers alone speak for themselves"
 
 
 # --- rounds of a part of the members ------------------------------------------------------------------------------
