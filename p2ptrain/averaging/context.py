@@ -11,9 +11,8 @@ from typing import Protocol
 from p2ptrain.averaging.grouping.membership import Membership
 from p2ptrain.averaging.masking.keys import MaskKeys
 from p2ptrain.averaging.protocol.anchors import AnchorBook
-from p2ptrain.averaging.protocol.ballots import Ballots
+from p2ptrain.averaging.protocol.ballots import Ballots, SeenVotes
 from p2ptrain.averaging.protocol.certificate import Certificate, Head, genesis
-from p2ptrain.averaging.protocol.seen_votes import SeenVotes
 from p2ptrain.averaging.protocol.table import NO_MEMBERS, Table, founding_table, stands
 from p2ptrain.errors import IntegrityError
 from p2ptrain.manifest import MAX_ANCHOR_KEYS, AveragingSpec, Manifest, SecureAggregationSpec

@@ -1,24 +1,34 @@
-"""A voter's own votes: one body in each view of a round, also after a restart.
+"""Votes: a voter's own, one body in each view of a round, and those of others, so that a second one there shows.
 
-A hostile leader could otherwise show two rosters to two halves, and complete both with one voter's signatures. A vote,
-the tip that it follows, and the lineages that it gives up are one record. So a crash leaves all of them or none.
+* `Ballots` holds also after a restart. A hostile leader could otherwise show two rosters to two halves, and complete
+  both with one voter's signatures. A vote, the tip that it follows, and the lineages that it gives up are one record.
+  So a crash leaves all of them or none.
+* `SeenVotes` needs no further message. A liar may vote for one body before half of the voters, and for another before
+  the rest. A member that is asked for its vote sees those of another roster; and two certificates of one round meet
+  where a peer chooses between lineages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections import deque
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from threading import Lock
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 from msgspec import Meta
 
 from p2ptrain.averaging.protocol.certificate import MAX_MEMBERS, Body, Count, Head, Name, lineage_after
+from p2ptrain.buffers import Bounded
 from p2ptrain.disk import replace_file
 from p2ptrain.errors import IntegrityError
 from p2ptrain.network.schema import Hash, Message, from_bytes, to_bytes
 
 MAX_LINEAGES = 64
+MAX_ROUNDS = 64
+MAX_RESULTS = 8
+"""Limit of the results of one round that are kept, the latest."""
+MAX_FOUND = 256
 
 
 class _Vote(Message, frozen=True, array_like=True):
@@ -94,7 +104,7 @@ class Ballots:
     def may_vote(self, body: Body, signers: Collection[str] | None = None) -> bool:
         """True if this peer may vote for a body after its last vote in that round; arguments as of `vote`."""
         last = self._votes.get(body.lineage)
-        if last is not None and last.body == body.body_hash:
+        if self.has_voted_for(body):
             return True
         if body.view < self.next_view(body.lineage, body.round):
             return False
@@ -132,7 +142,7 @@ class Ballots:
         """
         with self._lock:
             last = self._votes.get(body.lineage)
-            if last is not None and last.body == body.body_hash:
+            if self.has_voted_for(body):
                 return True  # A member may have recorded it meanwhile, as its own attempt's.
             if not self.may_vote(body, signers):
                 return False
@@ -154,3 +164,54 @@ class Ballots:
             self._votes, self.tip, self._lost = {vote.lineage: vote for vote in votes}, tip, lost
             self._forgotten = forgotten
             return True
+
+
+class Votes(NamedTuple):
+    """Votes for one result: valid signatures, by voter."""
+
+    body: Body
+    proofs: dict[str, bytes]
+
+
+class SeenVotes:
+    """The votes for full results of this peer's last rounds; safe from any thread."""
+
+    def __init__(self) -> None:
+        self._rounds = Bounded[bytes, tuple[frozenset[str], deque[Votes]]](MAX_ROUNDS)  # By the lineage before it.
+        self._found: dict[str, tuple[Votes, Votes]] = {}
+        self._lock = Lock()
+
+    def follow(self, head: Head) -> None:
+        """Keep the votes in the round after a head of this peer, and in the last `MAX_ROUNDS` rounds."""
+        with self._lock:
+            _, seen = self._rounds.get(head.lineage, (None, deque[Votes](maxlen=MAX_RESULTS)))
+            self._rounds[head.lineage] = head.table.electorate, seen
+
+    def add(self, body: Body, proofs: Iterable[tuple[str, bytes]], *, is_own: bool = False) -> None:
+        """Keep votes, whose signatures the caller has verified, and compare them with those that are known.
+
+        A third of the electorate must have voted for the body, unless it ``is_own``, of an attempt of this peer. So one
+        of them is honest, and no liar displaces other votes.
+        """
+        with self._lock:
+            if (known := self._rounds.get(body.lineage)) is None:
+                return
+            electorate, seen = known
+            votes = Votes(body, {peer: proof for peer, proof in proofs if peer in electorate})
+            counts = is_own or 3 * len(votes.proofs) >= len(electorate)
+            if not (body.is_full and votes.proofs and counts):
+                return
+            for each in seen:
+                if each.body.excludes(body) and len(self._found) < MAX_FOUND:
+                    self._found |= dict.fromkeys(each.proofs.keys() & votes.proofs.keys(), (each, votes))
+            same = next((each for each in seen if each.body.body_hash == body.body_hash), None)
+            if same is None:
+                seen.append(votes)
+            else:
+                same.proofs.update(votes.proofs)
+
+    def take(self) -> list[tuple[str, Votes, Votes]]:
+        """Return the voters that voted twice, with both votes, and forget that they were found."""
+        with self._lock:
+            found, self._found = self._found, {}
+        return [(peer, *both) for peer, both in sorted(found.items())]

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from p2ptrain.averaging.protocol import ballots as module
-from p2ptrain.averaging.protocol.ballots import Ballots
+from p2ptrain.averaging.protocol.ballots import MAX_RESULTS, MAX_ROUNDS, Ballots, SeenVotes
 from p2ptrain.averaging.protocol.certificate import Body, genesis, vote
-from p2ptrain.averaging.protocol.seen_votes import MAX_RESULTS, MAX_ROUNDS, SeenVotes
 from p2ptrain.averaging.protocol.table import Row, Table
 from p2ptrain.averaging.verification.opening import TWO_VOTES, DoubleVote, Evidence, Rules, Slice, verify_evidence
 from p2ptrain.errors import IntegrityError
