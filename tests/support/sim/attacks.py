@@ -16,7 +16,7 @@ from torch import Tensor
 
 from p2ptrain.averaging.allreduce.bandwidth import split_shares
 from p2ptrain.averaging.protocol.table import FULL_TRUST
-from p2ptrain.averaging.vector.momentum import Momentum
+from p2ptrain.averaging.vector.error_feedback import Momentum
 from p2ptrain.averaging.vector.reduce import EncodedStream, OwnShare
 from p2ptrain.averaging.vector.rules import Claim
 from p2ptrain.codecs import CodecError, get_codec
