@@ -23,11 +23,10 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from p2ptrain.errors import IntegrityError
-from p2ptrain.network.directory import Entry
+from p2ptrain.network.directory import Entry, Sample
 from p2ptrain.network.http_server import listen, serving, url_of
 from p2ptrain.network.identity import Identity
 from p2ptrain.network.records.record import MAX_RECORD_BYTES, RecordGuard, shard_of
-from p2ptrain.network.records.sample import Sample
 
 MAX_KEYS = 256
 KEY = re.compile(r"p2ptrain/([0-9a-f]{64})/peers/([0-7])")

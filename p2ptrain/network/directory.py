@@ -1,15 +1,21 @@
-"""The directory interface: small signed records that expire, by key and subkey.
+"""The directory: small signed records that expire, by key and subkey; its interface, and the sample under each key.
 
 Implementations: `libp2p.directory` (DHT), `http_directory` and `simulated`; `factory` starts the configured one.
 Every implementation drops records that `records.record` refuses. So each returned record was signed by the peer whose
-id is its subkey. A key holds a bounded sample (`records.sample`), for first contact: peers that know each other
-exchange records themselves (`records.exchange`).
+id is its subkey. A key holds a bounded `Sample`, for first contact: peers that know each other exchange records
+themselves (`records.exchange`). Once a key is full, a hash of the key, the hour and the peer decides which records
+stay. So nobody chooses which honest peers a newcomer finds, and each hour it is others.
 """
 
 from __future__ import annotations
 
+import hashlib
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+
+MAX_SUBKEYS = 32
+"""Records in a sample; with the largest ones, 128 kB, far below the network daemon's 4 MiB for a message."""
+EPOCH_SECONDS = 3600.0
 
 
 @dataclass(frozen=True)
@@ -45,3 +51,33 @@ class Directory(ABC):
     @abstractmethod
     async def close(self) -> None:
         """Leave the directory; idempotent."""
+
+
+class Sample:
+    """The records under one directory key, by peer, as a node or server keeps them."""
+
+    def __init__(self, key: str) -> None:
+        self._key = key
+        self._entries: dict[str, Entry] = {}
+
+    def put(self, peer: str, entry: Entry, now: float) -> bool:
+        """Keep a record that the caller verified, unless a known one expires no earlier or the sample has no room."""
+        self._drop_expired(now)
+        known = self._entries.get(peer)
+        if entry.expires_at <= now or (known is not None and known.expires_at >= entry.expires_at):
+            return known == entry
+        self._entries[peer] = entry
+        if len(self._entries) > MAX_SUBKEYS:
+            del self._entries[max(self._entries, key=lambda each: self._rank(each, now))]
+        return peer in self._entries
+
+    def entries(self, now: float) -> dict[str, Entry]:
+        """Return a copy of the unexpired records."""
+        self._drop_expired(now)
+        return dict(self._entries)
+
+    def _drop_expired(self, now: float) -> None:
+        self._entries = {peer: entry for peer, entry in self._entries.items() if entry.expires_at > now}
+
+    def _rank(self, peer: str, now: float) -> bytes:
+        return hashlib.sha256(f"{self._key} {int(now // EPOCH_SECONDS)} {peer}".encode()).digest()

@@ -23,10 +23,9 @@ import msgpack
 from msgspec import Meta
 
 from p2ptrain.errors import ConfigError, IntegrityError
-from p2ptrain.network.directory import Directory, Entry
+from p2ptrain.network.directory import MAX_SUBKEYS, Directory, Entry, Sample
 from p2ptrain.network.factory import DirectoryOptions
 from p2ptrain.network.records.record import MAX_RECORD_BYTES, RecordGuard
-from p2ptrain.network.records.sample import MAX_SUBKEYS, Sample
 from p2ptrain.network.schema import Amount, Message, from_wire
 
 logger = logging.getLogger(__name__)

@@ -24,9 +24,8 @@ from hivemind.proto import dht_pb2
 from hivemind.utils.timed_storage import ValueWithExpiration
 
 from p2ptrain.errors import IntegrityError
-from p2ptrain.network.directory import Entry
+from p2ptrain.network.directory import MAX_SUBKEYS, Entry, Sample
 from p2ptrain.network.records.record import MAX_RECORD_BYTES, NUM_SHARDS, RecordGuard, peers_key, shard_of
-from p2ptrain.network.records.sample import MAX_SUBKEYS, Sample
 from p2ptrain.tasks import Tasks
 
 logger = logging.getLogger(__name__)

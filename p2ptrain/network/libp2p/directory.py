@@ -25,13 +25,12 @@ from hivemind.utils.multiaddr import Multiaddr
 
 from p2ptrain.buffers import Bounded
 from p2ptrain.errors import ConfigError, PeerError, ResourceError
-from p2ptrain.network.directory import Directory, Entry
+from p2ptrain.network.directory import MAX_SUBKEYS, Directory, Entry
 from p2ptrain.network.factory import DirectoryOptions
 from p2ptrain.network.libp2p.dht_node import DHTRecordGuard, ShardStorage, SwarmProtocol, node_id_of
 from p2ptrain.network.libp2p.transport import Libp2pTransport
 from p2ptrain.network.link import check_peer_address
 from p2ptrain.network.records.record import RecordGuard
-from p2ptrain.network.records.sample import MAX_SUBKEYS
 from p2ptrain.tasks import Tasks, together
 
 logger = logging.getLogger(__name__)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from p2ptrain.network.directory import Directory, Entry
+from p2ptrain.network.directory import Directory, Entry, Sample
 from p2ptrain.network.records.record import MAX_RECORD_BYTES
-from p2ptrain.network.records.sample import Sample
 
 if TYPE_CHECKING:
     from p2ptrain.network.simulated.network import SimulatedNetwork, SimulatedPeer

@@ -16,12 +16,12 @@ from starlette.routing import Route
 
 from examples.loops import http_directory as example
 from p2ptrain.errors import ConfigError
+from p2ptrain.network import directory as module
 from p2ptrain.network import http_directory
 from p2ptrain.network.factory import DirectoryOptions, start_directory
 from p2ptrain.network.http_directory import HttpDirectory
 from p2ptrain.network.http_server import listen, serving, url_of
 from p2ptrain.network.identity import Identity
-from p2ptrain.network.records import sample
 from p2ptrain.network.records.record import MAX_RECORD_BYTES, peers_key, seal_record, shard_of
 from p2ptrain.network.transport import Transport
 from p2ptrain.runtime import Runtime
@@ -198,7 +198,7 @@ async def test_a_clock_off_by_an_hour_is_measured_by_the_server_s() -> None:
 
 @on_loop
 async def test_the_server_holds_so_much_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sample, "MAX_SUBKEYS", 1)
+    monkeypatch.setattr(module, "MAX_SUBKEYS", 1)
     monkeypatch.setattr(example, "MAX_KEYS", 1)
     async with at_server(example.make_app()) as directory:
         assert await publish(directory, sealed()[0])

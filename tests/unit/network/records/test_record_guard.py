@@ -8,7 +8,7 @@ from hivemind.dht.node import DHTID
 from hivemind.dht.validation import DHTRecord
 
 from p2ptrain.errors import IntegrityError
-from p2ptrain.network.directory import Entry
+from p2ptrain.network.directory import EPOCH_SECONDS, MAX_SUBKEYS, Entry, Sample
 from p2ptrain.network.libp2p.dht_node import DHTRecordGuard, ShardStorage
 from p2ptrain.network.records import record as records
 from p2ptrain.network.records.record import (
@@ -19,7 +19,6 @@ from p2ptrain.network.records.record import (
     seal_record,
     shard_of,
 )
-from p2ptrain.network.records.sample import EPOCH_SECONDS, MAX_SUBKEYS, Sample
 from tests.support.signers import NamedSigner
 
 SWARM, OTHER_SWARM = b"s" * 32, b"o" * 32
