@@ -14,6 +14,7 @@ from p2ptrain.averaging.allreduce.session import AllReduceSession, Observer, Ses
 from p2ptrain.averaging.commit.attempt import Attempt, AttemptFailedError, LateError, SpentError, UnencodableError
 from p2ptrain.averaging.commit.recovery import AttemptRecovery
 from p2ptrain.averaging.commit.round_log import ContributionLog, RoundLog
+from p2ptrain.averaging.commit.votes import endorsed
 from p2ptrain.averaging.context import PeerContext
 from p2ptrain.averaging.grouping.matchmaker import Matchmaker
 from p2ptrain.averaging.protocol.certificate import Certificate, Head, Roster
@@ -118,10 +119,14 @@ class AttemptRunner:
         finally:
             self._lingering.start(self._leave(session, committed=certificate is not None), "linger")
         if certificate is not None:
-            self._lingering.start(self._recovery.endorse(attempt), "endorse")
+            self._lingering.start(self._endorse(attempt), "endorse")
             return GroupResult(attempt, result, certificate)
         assert result.failure is not None
         return result.failure
+
+    async def _endorse(self, attempt: Attempt) -> None:
+        """Ask the founders to sign a certified result, if it is this peer's turn; see `endorsed`."""
+        self._round_log.endorse(await endorsed(self._context, attempt))
 
     async def _logged(self, session: AllReduceSession) -> SessionResult:
         """Run a session, and note in this peer's log, if there is one, which parts leave."""

@@ -31,7 +31,7 @@ from msgspec import Meta
 
 from p2ptrain.averaging.commit.attempt import Attempt, Standing
 from p2ptrain.averaging.commit.round_log import RoundLog
-from p2ptrain.averaging.commit.votes import CHILDREN, AskChildren, Children, LightVotes, ask_voters, endorsed
+from p2ptrain.averaging.commit.votes import CHILDREN, AskChildren, Children, LightVotes, ask_voters
 from p2ptrain.averaging.context import PeerContext
 from p2ptrain.averaging.protocol.certificate import MAX_MEMBERS, Body, Certificate, Head, Name, Proof
 from p2ptrain.averaging.timing.deadlines import silence_seconds, straggler_seconds
@@ -92,10 +92,6 @@ class AttemptRecovery:
         self._round_log = round_log
         context.rpc.serve(STANDING, AskStanding, self._serve)
         context.rpc.serve(CHILDREN, AskChildren, self._serve_children)
-
-    async def endorse(self, attempt: Attempt) -> None:
-        """Ask the founders to sign a certified result, if it is this peer's turn; see `endorsed`."""
-        self._round_log.endorse(await endorsed(self._context, attempt))
 
     def _abandon(self, attempt: Attempt) -> None:
         """Discard an attempt except for this peer's standing.
