@@ -115,7 +115,8 @@ class AttemptRunner:
                     durations.clear()  # All members may be slower now: only the manifest's deadline holds.
                 certificate = await self._recover(attempt, result, loop.time() - started)
             self._judge(result, certificate)
-            await self.evidence.add_double_votes()
+            for voter, first, second in self._context.seen_votes.take():
+                await self.evidence.add_double_vote(voter, first, second)
         finally:
             self._lingering.start(self._leave(session, committed=certificate is not None), "linger")
         if certificate is not None:

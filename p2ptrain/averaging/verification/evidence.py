@@ -19,6 +19,7 @@ from msgspec import Meta
 
 from p2ptrain.averaging.context import PeerContext
 from p2ptrain.averaging.grouping.membership import MAX_KNOWN_PEERS
+from p2ptrain.averaging.protocol.ballots import Votes
 from p2ptrain.averaging.protocol.certificate import Name
 from p2ptrain.averaging.verification.opening import MAX_EVIDENCE_BYTES, DoubleVote, RulesOf, verify_evidence
 from p2ptrain.errors import DeadlineError, IntegrityError, PeerError, PeerRefusedError
@@ -113,11 +114,10 @@ class EvidenceStore:
         with contextlib.suppress(IntegrityError):
             await self.add(evidence)
 
-    async def add_double_votes(self) -> None:
-        """Add evidence of the double votes that this peer saw since the last call."""
-        for voter, first, second in self._context.seen_votes.take():
-            both = DoubleVote(voter, (first.body, second.body), (first.proofs[voter], second.proofs[voter]))
-            await self.add_own(to_bytes(both))
+    async def add_double_vote(self, voter: str, first: Votes, second: Votes) -> None:
+        """Add evidence of a voter that voted for both."""
+        both = DoubleVote(voter, (first.body, second.body), (first.proofs[voter], second.proofs[voter]))
+        await self.add_own(to_bytes(both))
 
     def add_soon(self, evidence: bytes) -> None:
         self._start(self.add(evidence))
