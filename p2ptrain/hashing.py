@@ -28,7 +28,8 @@ def bulk_hash(*pieces: bytes | bytearray | memoryview) -> bytes:
 
 def canonical_bytes(value: Any) -> bytes:
     """Return msgpack with sorted map keys; for plain dicts, lists, str, int, float, bool, bytes and None."""
-    return msgpack.packb(_in_order(value), use_bin_type=True)  # type: ignore[no-any-return]
+    packed: bytes = msgpack.packb(_in_order(value), use_bin_type=True)
+    return packed
 
 
 def _in_order(item: Any) -> Any:

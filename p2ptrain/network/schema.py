@@ -113,17 +113,17 @@ def from_json(schema: type[T], data: bytes) -> T:
 
 def _are_texts_printable(values: object) -> bool:
     """True if all text among plain values is printable."""
-    todo = [values]
+    todo: list[Any] = [values]
     for value in todo:  # which grows meanwhile: a call for each of them would take most of the time of a message
         kind = type(value)
         if kind is str:
-            if not value.isprintable():  # type: ignore[attr-defined]
+            if not value.isprintable():
                 return False
         elif kind is dict:
-            todo += value  # type: ignore[arg-type]
-            todo += value.values()  # type: ignore[attr-defined]
+            todo += value
+            todo += value.values()
         elif kind is list or kind is tuple:
-            todo += value  # type: ignore[arg-type]
+            todo += value
     return True
 
 

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 
 from p2ptrain.averaging.context import PeerContext
 from p2ptrain.averaging.grouping import messages
@@ -379,7 +380,7 @@ class Coordinator:
                     if peer not in probes and now - probed_at.get(peer, -PROBE_SECONDS) >= PROBE_SECONDS:
                         probed_at[peer] = now
                         probes[peer] = asking.start(self._probe(peer, group), f"probe-{peer[-8:]}")
-                        probes[peer].add_done_callback(lambda _, peer=peer: probes.pop(peer, None))  # type: ignore[misc]
+                        probes[peer].add_done_callback(partial(lambda peer, _: probes.pop(peer, None), peer))
                 next_probe = min(
                     (probed_at[peer] + PROBE_SECONDS - now for peer in missing if peer in probed_at),
                     default=PROBE_SECONDS,

@@ -439,13 +439,13 @@ def simulate(
 @contextlib.contextmanager
 def _watched(loop: VirtualTimeLoop) -> Iterator[None]:
     """Record a background task that died of a defect as a lost exception, even if its owner continues."""
-    handler = logging.Handler(logging.ERROR)
 
-    def emit(record: logging.LogRecord) -> None:
-        if record.exc_info:
-            loop.errors.append({"message": record.getMessage(), "exception": record.exc_info[1]})
+    class Watch(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if record.exc_info:
+                loop.errors.append({"message": record.getMessage(), "exception": record.exc_info[1]})
 
-    handler.emit = emit  # type: ignore[method-assign]
+    handler = Watch(logging.ERROR)
     failures.addHandler(handler)
     try:
         yield

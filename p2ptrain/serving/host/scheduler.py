@@ -48,13 +48,13 @@ class Costs:
     def __init__(self) -> None:
         self.base = 0.0
         self.row: float | None = None
-        self._sums = (0.0, 0.0, 0.0, 0.0, 0.0)
+        self._sums: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0, 0.0)
 
     def note(self, rows: int, seconds: float) -> None:
         """Record a batch of at least one row."""
         weight = 1.0 / rows**2  # A long batch's error would hide the time of a short one.
         terms = (1.0, rows, seconds, rows * rows, rows * seconds)
-        self._sums = tuple(KEPT * total + weight * term for total, term in zip(self._sums, terms, strict=True))  # type: ignore[assignment]
+        self._sums = tuple(KEPT * total + weight * term for total, term in zip(self._sums, terms, strict=True))
         one, x, y, xx, xy = self._sums
         spread = one * xx - x * x
         if spread > LEAST_SPREAD * one * xx:

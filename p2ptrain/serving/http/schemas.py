@@ -235,13 +235,14 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
         """Return the prompts, whichever of four forms the field has; raise `RequestError` if it mixes them."""
         if isinstance(self.prompt, str):
             return [self.prompt]
-        if all(isinstance(each, int) for each in self.prompt):
-            return [self.prompt]  # type: ignore[list-item]
-        if any(isinstance(each, int) for each in self.prompt):
+        tokens = [each for each in self.prompt if isinstance(each, int)]
+        if len(tokens) == len(self.prompt):
+            return [tokens]
+        if tokens:
             raise RequestError(400, "prompt: mixes token ids with prompts: give one list of ids for each", "prompt")
         if len(self.prompt) > MAX_PROMPTS:
             raise RequestError(400, f"prompt: {len(self.prompt)} prompts are more than {MAX_PROMPTS}", "prompt")
-        return self.prompt  # type: ignore[return-value]
+        return [each for each in self.prompt if not isinstance(each, int)]
 
 
 class InputPart(Struct, frozen=True, forbid_unknown_fields=True):
