@@ -14,6 +14,7 @@ MAX_FILES = 13
 MAX_IMPORTS = 12
 MAX_PARAMETERS = 5
 MAX_FORWARDERS = 40
+MAX_FILES_OF_A_ROUND = 59
 
 
 @pytest.mark.parametrize("root", LIMITS, ids=lambda root: root.name)
@@ -46,6 +47,12 @@ def test_nine_constructors_in_ten_take_few_parameters() -> None:
 
 def test_few_members_only_forward() -> None:
     assert house.forwarders(house.modules()) <= MAX_FORWARDERS
+
+
+def test_a_healthy_round_enters_few_files() -> None:
+    files = house.files_of_a_round()
+    assert len(files) <= MAX_FILES_OF_A_ROUND, f"entered: {sorted(map(str, files))}"
+    assert Path("p2ptrain/averaging/averager.py") in files
 
 
 def test_its_figures_end_with_their_reader() -> None:
