@@ -38,7 +38,6 @@ from tests.support.sim.trainers import (
     make_module,
 )
 
-WIDTH = 12
 START_SECONDS = 180.0
 """Timeout for all trainers' first common round."""
 RECOVERY_SECONDS = 120.0
@@ -192,7 +191,7 @@ class Run:
 
     def _new_state(self) -> SharedState:
         manifest = self.swarm.manifest
-        module = make_module(manifest, WIDTH)
+        module = make_module(manifest)
         inner = torch.optim.AdamW(module.parameters(), lr=BASE_RATE)
         return initial_state(module, WrappedOptimizer(inner, lambda round_: 1.0), manifest, manifest.digest)
 

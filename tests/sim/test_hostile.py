@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from p2ptrain.averaging.allreduce.member import ALLREDUCE
-from p2ptrain.averaging.allreduce.messages import Bring, FromOwner, Mask, Signature
+from p2ptrain.averaging.allreduce.messages import Bring, FromOwner, GaveUp, Mask, Signature
 from p2ptrain.averaging.allreduce.streams import ANOTHER_RESULT, BAD_ANSWER, BAD_SIGNATURE
 from p2ptrain.averaging.grouping.leaders import probe
 from p2ptrain.averaging.grouping.messages import JOIN, Answer, Behind, Formed, Join, Redirected, Refused
@@ -134,6 +134,38 @@ async def test_who_holds_up_each_round_is_left_out_also_where_the_others_complet
     await go_on(swarm, honest, rounds=3 * ROUNDS)
     later = [body for body in accounts.bodies.values() if body.round > front]
     assert sum(evil.peer.peer_id in body.members for body in later) < len(later) / 3
+
+
+ACCUSATIONS: dict[str, tuple[Callable[[str, list[int]], object], float]] = {
+    "one": (lambda _, others: GaveUp((others[0],)), 1 / 3),
+    "all": (lambda _, others: GaveUp(tuple(others)), 1 / 3),
+    "nobody": (lambda *_: GaveUp(), 1 / 3),
+    # The others cannot tell which of the two breaks the rounds. Only one of them is in each.
+    "one, towards another": (lambda to, others: GaveUp((others[0],)) if to == "honest1" else None, 2 / 3),
+}
+"""(trainer that it is sent to, indices of the others) -> the message in a mask's place, and the most rounds with it."""
+
+
+@pytest.mark.parametrize(("accuse", "most"), ACCUSATIONS.values(), ids=ACCUSATIONS.keys())
+@simulated(seed=12)
+async def test_who_gives_each_attempt_up_and_blames_others_is_left_out_and_they_are_not(
+    network: SimulatedNetwork, accuse: Callable[[str, list[int]], object], most: float
+) -> None:
+    names, ids = dict[str, str](), list[str]()
+
+    def instead(to: str, mask: Mask) -> object:
+        others = [index for index in mask.contributors if index != ids.index(evil)]
+        return accuse(names.get(to, ""), others) or mask
+
+    swarm, honest, accounts = await start(network, lambda evil: withhold(evil, Mask, instead))
+    names.update((trainer.peer.peer_id, trainer.peer.name) for trainer in honest)
+    evil, front = swarm.trainers["evil"].peer.peer_id, max(trainer.sync.head.round for trainer in honest)
+    ids += sorted([*names, evil])
+    await go_on(swarm, honest, rounds=3 * ROUNDS)
+    later = [body for body in accounts.bodies.values() if body.round > front]
+    shares = {peer: sum(peer in body.members for body in later) / len(later) for peer in ids}
+    assert shares[evil] < most
+    assert all(shares[peer] > 1 - most for peer in names)
 
 
 async def different_rosters(tickets: list[Ticket], ticket: Ticket) -> object:

@@ -176,18 +176,21 @@ class AttemptRunner:
         return certificate
 
     def _blame(self, result: SessionResult) -> None:
+        leader = self._matchmaker.last_leader
         for blame in result.blamed:
             self._matchmaker.leaders.lost(blame.peer)
             match blame.trouble:
                 case Trouble.LATE:
                     self._membership.suspect(blame.peer, blame.reason)
                 case Trouble.SLOW:  # It owns less now. One that holds up all the same is left out for a while.
-                    self._membership.broke_with(blame.peer, blame.reason, self._matchmaker.last_leader)
+                    self._membership.broke_with(blame.peer, blame.reason, leader, *blame.excuses)
                     self.planner.rates.was_late(blame.peer)
                 case Trouble.FAULT:
                     self._membership.broke_with(blame.peer, blame.reason)  # No leader can cause this.
                 case Trouble.BROKE:
-                    self._membership.broke_with(blame.peer, blame.reason, self._matchmaker.last_leader)
+                    self._membership.broke_with(blame.peer, blame.reason, leader)
+                case Trouble.ACCUSED:
+                    self._membership.broke_with(blame.peer, blame.reason, *blame.excuses or (leader,))
 
     def _judge(self, result: SessionResult, certificate: Certificate | None) -> None:
         """Record the members that completed the round, and those whose contributions were refused."""
@@ -199,8 +202,9 @@ class AttemptRunner:
             if self._context.spec.spot_checks:  # Otherwise evidence is rare, and shown where it is needed.
                 self.evidence.ask([peer for peer in body.members if peer != self._context.rpc.peer_id])
             held_up = {blame.peer for blame in result.blamed}  # Others may have completed the attempt without it.
-            for peer in set(body.contributing) - held_up:
-                self._membership.finished_with(peer)
+            in_time = set(body.contributing) - held_up
+            self._membership.finished_with(in_time)
+            for peer in in_time:
                 self.planner.rates.was_in_time(peer)
 
     def _on_conviction(self, peer: str, fault: str) -> None:

@@ -26,7 +26,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -76,15 +76,17 @@ class Trouble(StrEnum):
     SLOW = "slow"  # late with its share's mean or with a signature
     FAULT = "fault"  # its share failed a check
     BROKE = "broke"  # its stream broke, or it sent a malformed message
+    ACCUSED = "accused"  # it gave up first, and blamed others
 
 
 @dataclass(frozen=True)
 class Blame:
-    """A member that made an attempt fail."""
+    """A member that made an attempt fail, or else one of ``excuses``: its accuser, or members that it accuses."""
 
     peer: str
     trouble: Trouble
     reason: str
+    excuses: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -157,6 +159,7 @@ class AllReduceSession:
         self.tasks = Tasks(self.on_defect)
         self.liveness = Liveness(self)
         self._defect = ""
+        self._accuser = ""
         self._mask_closed_at: float | None = None
         self._exact_mean: ExactMean | None = None
         self.verifier = new_verifier(self, slow_checkers)
@@ -182,7 +185,7 @@ class AllReduceSession:
             certificate = await self._collect_signatures()
         except AttemptFailedError as error:
             failure = error
-            self._give_up(error.suspects)
+            self._give_up(error)
         finally:
             await to_its_end(self._stop_sending())
         return self._result(certificate, failure)
@@ -328,6 +331,7 @@ class AllReduceSession:
     def _result(self, certificate: Certificate | None, failure: AttemptFailedError | None) -> SessionResult:
         faults = self.verifier.faults
         blamed = {m.peer: Blame(m.peer, Trouble.LATE, m.lost) for m in self.others if m.is_silent} if failure else {}
+        accuser = failure.accuser if failure else ""
         for peer in failure.suspects if failure else ():
             member = self.members[self.attempt.roster.index_of(peer)]
             trouble = Trouble.BROKE
@@ -337,7 +341,11 @@ class AllReduceSession:
                 trouble = Trouble.SLOW if failure.as_owners else Trouble.LATE
             elif member.was_cut_short:
                 trouble = Trouble.LATE
-            blamed[peer] = Blame(peer, trouble, str(failure))
+            blamed[peer] = Blame(peer, trouble, str(failure), (accuser,) if accuser else ())
+        if accuser and accuser not in blamed:
+            accused = self.members[self.attempt.roster.index_of(accuser)].blames or ()
+            excuses = self.ids(self.members[index] for index in accused)
+            blamed[accuser] = Blame(accuser, Trouble.ACCUSED, str(failure), excuses)
         refusals = [owner.refused_us for owner in self.owners if owner.refused_us]
         most_refused = 2 * len(refusals) > len(self.owners)
         sent_parts, exact_mean = self.sent_parts, self._exact_mean
@@ -404,6 +412,7 @@ class AllReduceSession:
         """Record a member's `GaveUp`: whom it blames, and its complaints."""
         if not member.gave_up:
             self.verifier.note_complaints(message.complaints)
+            self._accuser = self._accuser or member.peer
         member.blames = frozenset(index for index in message.blamed if index < len(self.members))
         # It names only members that it needed. Another one, without a share, may have fallen silent, too.
         self.liveness.note_quiet()
@@ -441,7 +450,8 @@ class AllReduceSession:
         if most_did or (self.attempt.body is None and any(member.gave_up for member in needed)):
             blamed = frozenset.union(*blames)
             late = [member for member in needed if member.index in blamed]
-            raise LateError(f"{phase}: {'most others' if most_did else 'a member'} gave up", self.ids(late))
+            why = f"{phase}: {'most others' if most_did else 'a member'} gave up"
+            raise LateError(why, self.ids(late), accuser=self._accuser)
 
     async def wait_for(self, waiting: Collection[Member], until: float = math.inf) -> None:
         """Wait for a change; raise `LateError` after ``until``, in loop time, or the attempt's deadline."""
@@ -476,11 +486,12 @@ class AllReduceSession:
 
     # --- the end --------------------------------------------------------------------------------------------------
 
-    def _give_up(self, suspects: Sequence[str]) -> None:
-        """Send `GaveUp` to the other members, with the members that this one blames."""
+    def _give_up(self, failure: AttemptFailedError) -> None:
+        """Send `GaveUp` to the other members, with those that this one saw fail: who gave up first, or else others."""
         self.attempt.withholds = self.own.size > 0 and not self.own_mean.done()
         if not self.given_up.done():
-            blamed = tuple(self.attempt.roster.index_of(peer) for peer in suspects)
+            failed = [failure.accuser] if failure.accuser else failure.suspects
+            blamed = tuple(self.attempt.roster.index_of(peer) for peer in failed)
             self.given_up.set_result(GaveUp(blamed, tuple(self.verifier.complaints)))
 
     async def _stop_sending(self) -> None:

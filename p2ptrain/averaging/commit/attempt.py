@@ -92,11 +92,17 @@ WEIGHT_SLACK = 1 + 2**-20
 
 
 class AttemptFailedError(TemporaryError):
-    """The attempt cannot give a result at this peer; ``suspects`` are members that did not do their part."""
+    """The attempt cannot give a result at this peer.
 
-    def __init__(self, message: str, suspects: tuple[str, ...] = ()) -> None:
+    Attributes:
+        suspects: Members that did not do their part.
+        accuser: The member that gave up first and blames them for it; empty if this peer saw it.
+    """
+
+    def __init__(self, message: str, suspects: tuple[str, ...] = (), accuser: str = "") -> None:
         super().__init__(message)
         self.suspects = suspects
+        self.accuser = accuser
 
 
 class UnencodableError(AttemptFailedError):
@@ -111,8 +117,10 @@ class SpentError(AttemptFailedError):
 class LateError(AttemptFailedError):
     """Members missed a deadline, ``as_owners`` with their share's mean or else with their contribution."""
 
-    def __init__(self, message: str, suspects: tuple[str, ...] = (), *, as_owners: bool = True) -> None:
-        super().__init__(message, suspects)
+    def __init__(
+        self, message: str, suspects: tuple[str, ...] = (), accuser: str = "", *, as_owners: bool = True
+    ) -> None:
+        super().__init__(message, suspects, accuser)
         self.as_owners = as_owners
 
 

@@ -178,7 +178,8 @@ class Coordinator:
                 return messages.Redirected(best)
         await self._make_room(self.group(head, key), ticket.peer)
         group = self.group(head, key)
-        answer = group.add(ticket, asyncio.get_running_loop().time(), frozenset(avoid))
+        apart = self._membership.conflicts(ticket.peer)
+        answer = group.add(ticket, asyncio.get_running_loop().time(), apart.union(avoid))
         try:
             return await answer
         finally:

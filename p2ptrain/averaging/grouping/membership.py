@@ -7,14 +7,16 @@ arrives and a backoff has passed, which doubles with each failure. Failures ban 
 Three judgements outlast a peer's own signs of life:
 
 * A *convicted* peer falsified a mean, or voted twice in one view, and never joins this peer's groups.
-* An *avoided* peer broke rounds repeatedly, and stays out for a while. Otherwise two peers that reach all others but
-  not each other would break every round.
+* An *avoided* peer broke rounds repeatedly, and stays out for a while. If another peer may have broken all of them, the
+  two are kept apart, and the leader leaves one of them out. Otherwise two peers that reach all others but not each
+  other would break every round, and so would a peer that blames another one each time.
 * A *mistrusted* peer lacked the state that it announced, and is not followed for a while. If it also stalled this peer,
   it is *doubted* until it has answered a question on which no round depends.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from p2ptrain.averaging.grouping.cells import Key
@@ -29,8 +31,8 @@ RECORD_DELAY_SECONDS = 5.0
 """Maximum delay from a record's writing to its arrival: the interval of `p2ptrain.node.presence`, and a look-up. A
 record that arrives within this time of a silence may be older than the silence."""
 BREAKS_BEFORE_AVOIDING = 2
-MOST_BREAKS_UNDER_ONE_LEADER = 8
-"""Breaks of which a leader is the likelier cause. Another member leads after a failed attempt, if another may lead."""
+MOST_EXCUSED_BREAKS = 8
+"""Breaks of which another peer may be the cause. Another one leads after a failed attempt, if another may lead."""
 FIRST_AVOIDANCE_SECONDS = 15.0
 LONGEST_AVOIDANCE_SECONDS = 240.0
 FIRST_MISTRUST_SECONDS = 5.0
@@ -59,7 +61,7 @@ class _Known:
     reason: str = ""
     rounds_missed: int = 0
     breaks: int = 0
-    broke_under: set[str] = field(default_factory=set)
+    excuses: frozenset[str] = frozenset()
     avoidance: Backoff = field(default_factory=lambda: Backoff(FIRST_AVOIDANCE_SECONDS, LONGEST_AVOIDANCE_SECONDS))
     avoid_until: float = 0.0
     mistrust: Backoff = field(default_factory=lambda: Backoff(FIRST_MISTRUST_SECONDS, LONGEST_MISTRUST_SECONDS))
@@ -132,29 +134,34 @@ class Membership:
         if (known := self._known.get(peer)) is not None:
             known.suspect_until, known.suspect_sequence = 0.0, -1
 
-    def broke_with(self, peer: str, reason: str, leader: str = "") -> None:
+    def broke_with(self, peer: str, reason: str, *excuses: str) -> None:
         """Record that an attempt broke on a peer: it is a suspect, and from the second time on also avoided.
 
+        While another peer may have caused all its breaks, the two are only kept apart; see `conflicts`.
+
         Args:
-            leader: Leader of the group, if it may have caused this: then only breaks under two leaders count, or more
-                than `MOST_BREAKS_UNDER_ONE_LEADER` without a round that worked. Empty if the peer is at fault for
-                certain.
+            excuses: Other peers of which one may have caused this, such as the leader, or a member that accuses it.
         """
         self.suspect(peer, reason)
         if (known := self._known.get(peer)) is not None:
             known.breaks += 1
-            is_excuse = known.breaks <= MOST_BREAKS_UNDER_ONE_LEADER
-            known.broke_under.add(leader if leader and is_excuse else f"itself {known.breaks}")
-            pause = known.avoidance.next() if known.breaks >= BREAKS_BEFORE_AVOIDING else 0.0
-            if len(known.broke_under) >= BREAKS_BEFORE_AVOIDING:
-                known.avoid_until = self._runtime.now() + pause
+            others = frozenset(excuses) - {""} if known.breaks <= MOST_EXCUSED_BREAKS else frozenset()
+            known.excuses = others if known.breaks == 1 else known.excuses & others
+            if known.breaks >= BREAKS_BEFORE_AVOIDING:
+                known.avoid_until = self._runtime.now() + known.avoidance.next()
 
-    def finished_with(self, peer: str) -> None:
-        if (known := self._known.get(peer)) is not None:
-            known.breaks = 0
-            known.broke_under.clear()
-            known.avoidance.reset()
-            known.avoid_until = 0.0
+    def finished_with(self, peers: Collection[str]) -> None:
+        """Record that a round worked with these peers; two that are kept apart were both in it, or stay apart."""
+        for known in (self._known[peer] for peer in peers if peer in self._known):
+            if known.breaks < BREAKS_BEFORE_AVOIDING or not known.excuses or not known.excuses.isdisjoint(peers):
+                known.breaks = 0
+                known.avoidance.reset()
+                known.avoid_until = 0.0
+
+    def conflicts(self, peer: str) -> frozenset[str]:
+        """Return the peers with which a peer shares no group for now, because rounds with both broke."""
+        known = self._known.get(peer)
+        return known.excuses if known is not None and known.avoid_until > self._runtime.now() else frozenset()
 
     def convict(self, peer: str) -> None:
         """Exclude a peer from this peer's groups for good: there is evidence that it lied."""
@@ -167,7 +174,8 @@ class Membership:
         """Return the peers that this peer cannot share a group with: convicted ones first, then the latest; bounded."""
         now = self._runtime.now()
         convicted = sorted(self._convicted & self._known.keys())
-        avoided = [peer for peer in sorted(self._known.keys() - self._convicted) if self._known[peer].avoid_until > now]
+        others = sorted(self._known.keys() - self._convicted)
+        avoided = [peer for peer in others if self._known[peer].avoid_until > now and not self._known[peer].excuses]
         avoided.sort(key=lambda peer: -self._known[peer].avoid_until)
         return [*convicted, *avoided][:MAX_AVOIDED_PEERS]
 

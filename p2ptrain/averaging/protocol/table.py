@@ -261,7 +261,7 @@ class Table:
         awake, asleep = ([row.peer for row in rows if row.sleeps is sleeps] for sleeps in (False, True))
         members = awake[: size - min(LEAST_GUESTS, len(asleep) + len(guests), size // 2)]
         members += asleep[: size - len(members)]
-        return members + guests[: min(self.most_guests([*members, *guests], min_peers), size - len(members))]
+        return members + guests[: min(self.most_guests(peers, min_peers), size - len(members))]
 
     def guests(self, peers: Iterable[str]) -> list[str]:
         """Return those of these peers that are no members, in their order."""

@@ -57,15 +57,21 @@ async def never(*args: object) -> Any:
     await asyncio.sleep(3600)
 
 
-def withhold(trainer: SimulatedTrainer, kind: type) -> None:
-    """Fall silent in each attempt where a message of this kind is due on a stream that another member opened."""
+def withhold(trainer: SimulatedTrainer, kind: type, instead: Callable[[str, Any], object] = lambda *_: None) -> None:
+    """Fall silent in each attempt where a message of this kind is due on a stream that another member opened.
+
+    Args:
+        instead: Takes the member's id and the message, and returns another one to send instead of silence, or None.
+    """
     serve = trainer.sync.averager._runner.sessions.serve
 
     async def silent(channel: Channel, request: Request) -> None:
         send = channel.send
 
         async def send_or_not(message: object) -> None:
-            await (never() if isinstance(message, kind) else send(message))
+            if isinstance(message, kind) and (message := instead(channel.remote, message)) is None:
+                await never()
+            await send(message)
 
         channel.send = send_or_not  # type: ignore[method-assign]
         await serve(channel, request)

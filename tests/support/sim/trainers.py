@@ -55,7 +55,11 @@ def make_manifest(training: dict[str, Any] | None = None, /, **averaging: object
     )
 
 
-def make_module(manifest: Manifest, width: int) -> torch.nn.Module:
+WIDTH = 40
+"""Its 1,640 values are 7 blocks of a codec: each member of a group owns a share, also a slow, dying or hostile one."""
+
+
+def make_module(manifest: Manifest, width: int = WIDTH) -> torch.nn.Module:
     """A tiny model, of one layer or, where the manifest asks for fragments, of enough narrow ones."""
     if manifest.training.fragments == 1:
         return torch.nn.Linear(width, width)
@@ -122,7 +126,7 @@ class SimulatedTrainer:
         ledger: Ledger,
         step_seconds: float = 0.5,
         seed: int = 0,
-        width: int = 12,
+        width: int = WIDTH,
     ) -> None:
         self.peer = peer
         self.manifest = manifest

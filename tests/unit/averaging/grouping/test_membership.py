@@ -10,7 +10,7 @@ from p2ptrain.averaging.grouping.leaders import MAX_PROBERS, Leaders, RoundPosit
 from p2ptrain.averaging.grouping.membership import (
     MAX_AVOIDED_PEERS,
     MAX_KNOWN_PEERS,
-    MOST_BREAKS_UNDER_ONE_LEADER,
+    MOST_EXCUSED_BREAKS,
     RECORD_DELAY_SECONDS,
     UNKNOWN_SUSPICION_SECONDS,
     Membership,
@@ -143,29 +143,49 @@ def test_only_a_second_break_makes_a_peer_avoided_and_its_word_does_not_end_that
     membership.broke_with("a", "lost")
     clock.now += 16
     assert membership.avoided() == ["a"]  # Longer every time,
-    membership.finished_with("a")
+    membership.finished_with({"a"})
     assert membership.avoided() == []  # until a round with it works.
 
 
 def test_some_broken_groups_of_one_leader_do_not_make_a_peer_avoided() -> None:
     membership, _ = knowing("a")
     for _ in range(5):
-        membership.broke_with("a", "is not in that group", leader="bad")
+        membership.broke_with("a", "is not in that group", "bad")
     assert membership.avoided() == []
-    membership.broke_with("a", "is not in that group", leader="other")
+    membership.broke_with("a", "is not in that group", "other")
     assert membership.avoided() == ["a"]
 
 
 def test_a_peer_that_breaks_all_rounds_is_avoided_even_where_only_one_member_may_lead() -> None:
     membership, _ = knowing("a")
-    for _ in range(MOST_BREAKS_UNDER_ONE_LEADER):
-        membership.broke_with("a", "sent a malformed message", leader="the only one")
-    membership.finished_with("a")
-    for _ in range(MOST_BREAKS_UNDER_ONE_LEADER):
-        membership.broke_with("a", "sent a malformed message", leader="the only one")
+    for _ in range(MOST_EXCUSED_BREAKS):
+        membership.broke_with("a", "sent a malformed message", "the only one")
+    membership.finished_with({"a", "the only one"})
+    for _ in range(MOST_EXCUSED_BREAKS):
+        membership.broke_with("a", "sent a malformed message", "the only one")
     assert membership.avoided() == []
-    membership.broke_with("a", "sent a malformed message", leader="the only one")
+    membership.broke_with("a", "sent a malformed message", "the only one")
     assert membership.avoided() == ["a"]
+
+
+def test_two_peers_of_which_one_breaks_rounds_are_kept_apart_until_a_round_works_with_both() -> None:
+    membership, clock = knowing("a", "b", "c")
+    membership.broke_with("a", "a member gave up", "b", "leader")
+    assert membership.conflicts("a") == frozenset()
+    membership.broke_with("a", "a member gave up", "b", "other")
+    assert membership.conflicts("a") == {"b"}
+    assert membership.avoided() == []
+    membership.finished_with({"a", "c"})
+    assert membership.conflicts("a") == {"b"}
+    membership.finished_with({"a", "b"})
+    assert membership.conflicts("a") == frozenset()
+    membership.broke_with("a", "a member gave up", "b")
+    membership.broke_with("a", "a member gave up", "b")
+    assert membership.conflicts("a") == {"b"}
+    clock.now += 16
+    assert membership.conflicts("a") == frozenset()
+    membership.broke_with("a", "a member gave up", "c")  # Neither of the two explains all three.
+    assert (membership.conflicts("a"), membership.avoided()) == (frozenset(), ["a"])
 
 
 def test_what_is_avoided_is_bounded() -> None:
