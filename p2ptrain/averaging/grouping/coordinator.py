@@ -44,8 +44,8 @@ IDLE_GROUP_SECONDS = 120.0
 MAX_PENDING_GROUPS = 8
 MAX_HOPS = 4
 MAX_GUESTS = 16
-PATIENT_ROUNDS, LONGEST_IMPATIENCE = 3, 64
-"""Rounds that wait for newcomers in vain, before none is waited for in a number of rounds that doubles."""
+PATIENT_ROUNDS, IMPATIENT_ROUNDS = 3, 64
+"""Rounds that wait for newcomers in vain, and rounds after them in which none is waited for; then one waits again."""
 ATTEMPTS_BEFORE_REDUCED = 3
 CONVICTED = "there is evidence against you"
 
@@ -313,8 +313,7 @@ class Coordinator:
             self._waits_in_vain = 0
         elif newcomers and key.round >= self._patient_from:
             self._waits_in_vain += 1
-            pause = 2 ** (self._waits_in_vain - PATIENT_ROUNDS) if self._waits_in_vain >= PATIENT_ROUNDS else 0
-            self._patient_from = key.round + 1 + min(pause, LONGEST_IMPATIENCE)
+            self._patient_from = key.round + 1 + IMPATIENT_ROUNDS * (self._waits_in_vain >= PATIENT_ROUNDS)
 
     def _is_member(self, key: Key, peer: str) -> bool:
         """True if a peer is in the lineage's member table; all are before the first round, and in other rounds."""
