@@ -492,3 +492,90 @@ FUNCTION(validate_topk) {
     }
     return refused;
 }
+
+/* Masks: the sum of AES-128-CTR streams, added to 32-bit words. All streams of a group of blocks stay in registers. */
+
+enum { GROUP = 32, GROUP_WORDS = 4 * GROUP, ROUNDS = 10, MAX_STREAMS = 16, STREAM_AT = 16, STREAM_BYTES = 24 };
+
+#ifdef AVX512
+#define UNROLLED _Pragma("GCC unroll 8") for (int i = 0; i < 8; i++)
+#define AES __attribute__((target("aes,sse4.1")))
+
+/* The round keys of `MAX_STREAMS` streams, each four times, for registers of four blocks. */
+typedef struct {
+    __attribute__((aligned(64))) __m128i keys[MAX_STREAMS][ROUNDS + 1][4];
+    int negative[MAX_STREAMS];
+} schedule_t;
+
+AES static void expand(const uint8_t *key, __m128i keys[ROUNDS + 1][4]) {
+    __m128i last = _mm_loadu_si128((const __m128i *)key);
+    for (int i = 0; i < 4; i++) keys[0][i] = last;
+#define EXPAND(round, constant) { \
+        __m128i word = _mm_shuffle_epi32(_mm_aeskeygenassist_si128(last, constant), 0xFF); \
+        for (int i = 0; i < 3; i++) last = _mm_xor_si128(last, _mm_slli_si128(last, 4)); \
+        last = _mm_xor_si128(last, word); \
+        for (int i = 0; i < 4; i++) keys[round][i] = last; \
+    }
+    EXPAND(1, 1) EXPAND(2, 2) EXPAND(3, 4) EXPAND(4, 8) EXPAND(5, 16)
+    EXPAND(6, 32) EXPAND(7, 64) EXPAND(8, 128) EXPAND(9, 27) EXPAND(10, 54)
+}
+
+/* Write the sum of the streams from `block` on, one group. */
+#define SUM_STREAMS(cpu, features, size, bits, rounds, last_round) \
+    typedef uint32_t words##cpu __attribute__((vector_size(size), aligned(1), may_alias)); \
+    __attribute__((target(features))) \
+    static void sum_##cpu(const schedule_t *schedule, int streams, uint64_t block, uint8_t *sum) { \
+        for (int part = 0; part < 16 * GROUP / (8 * size); part++, block += size / 2) { \
+            words##cpu totals[8] = {{0}}; \
+            uint64_t counters[size]; \
+            for (int i = 0; i < size / 2; i++) counters[2 * i] = 0, counters[2 * i + 1] = __builtin_bswap64(block + i); \
+            for (int stream = 0; stream < streams; stream++) { \
+                const __m128i (*keys)[4] = schedule->keys[stream]; \
+                words##cpu state[8]; \
+                UNROLLED state[i] = ((words##cpu *)counters)[i] ^ *(words##cpu *)keys[0]; \
+                for (int round = 1; round < ROUNDS; round++) \
+                    UNROLLED state[i] = (words##cpu)rounds((bits)state[i], *(bits *)keys[round]); \
+                UNROLLED state[i] = (words##cpu)last_round((bits)state[i], *(bits *)keys[ROUNDS]); \
+                if (schedule->negative[stream]) UNROLLED totals[i] -= state[i]; \
+                else UNROLLED totals[i] += state[i]; \
+            } \
+            memcpy(sum + part * 8 * size, totals, sizeof totals); \
+        } \
+    }
+SUM_STREAMS(v4, "arch=x86-64-v4,aes,vaes", 64, __m512i, _mm512_aesenc_epi128, _mm512_aesenclast_epi128)
+SUM_STREAMS(v3, "arch=x86-64-v3,aes,vaes", 32, __m256i, _mm256_aesenc_epi128, _mm256_aesenclast_epi128)
+SUM_STREAMS(v2, "aes,sse4.1", 16, __m128i, _mm_aesenc_si128, _mm_aesenclast_si128)
+#endif
+
+/* Add streams to `count` words. The source has two u64: the place of the first word in the streams, and their number;
+ * then of each stream its key and a u64, 1 if it is subtracted. Refused by CPUs without AES. */
+VISIBLE(add_masked) {
+    (void)weight;
+#ifdef AVX512
+    const u64 *header = (const u64 *)source;
+    if (!__builtin_cpu_supports("aes")) return 1;
+    void (*sum_streams)(const schedule_t *, int, uint64_t, uint8_t *) = sum_v2;
+    if (__builtin_cpu_supports("vaes") && HAS_AVX2) sum_streams = HAS_AVX512 ? sum_v4 : sum_v3;
+    u32 *words = (u32 *)target;
+    long skipped = (long)(header[0] % 4), left = (long)header[1];
+    for (source += STREAM_AT; left > 0; left -= MAX_STREAMS) {
+        schedule_t schedule;
+        int streams = left < MAX_STREAMS ? (int)left : MAX_STREAMS;
+        for (int i = 0; i < streams; i++, source += STREAM_BYTES) {
+            expand(source, schedule.keys[i]);
+            schedule.negative[i] = *(const u64 *)(source + 16) != 0;
+        }
+        uint64_t block = header[0] / 4;
+        for (long at = -skipped; at < count; at += GROUP_WORDS, block += GROUP) {
+            uint32_t sum[GROUP_WORDS];
+            sum_streams(&schedule, streams, block, (uint8_t *)sum);
+            long first = at < 0 ? -at : 0, end = count - at < GROUP_WORDS ? count - at : GROUP_WORDS;
+            for (long i = first; i < end; i++) words[at + i] += sum[i];
+        }
+    }
+    return 0;
+#else
+    (void)source, (void)target, (void)count;
+    return 1;
+#endif
+}

@@ -33,6 +33,7 @@ CODEC_OPERATIONS: Mapping[str, tuple[str, ...]] = {
     "int8": ("encode", "decode", "accumulate", "squares"),
     "int4": ("encode", "decode", "accumulate", "squares"),
     "topk": ("encode", "decode", "accumulate", "validate"),
+    "masked": ("add",),
 }
 
 Function = Callable[[int, int, int, float], int]

@@ -101,8 +101,8 @@ class SessionResult:
         refusal: Why this member or most owners refused its contribution; empty if they did not. One hostile owner can
             keep a contribution out of a round, but is not believed.
         evidence: Against an owner that falsified its mean; empty without one.
-        sent_parts: By share: this member's encoded parts, for error feedback and its log; its own share's only if the
-            codec is sparse.
+        sent_parts: By share: this member's encoded parts, if error feedback or its log needs them; its own share's only
+            if the codec is sparse.
         exact_mean: The own share's mean before encoding; None if the codec lost nothing.
         part: Another member's part of the own share, drawn at random; None without one.
     """
@@ -205,7 +205,7 @@ class AllReduceSession:
             self.unencodable = str(error)
             self.changed()
             return
-        if self.share.own_part and self.attempt.masked is None:
+        if self.share.own_part:
             self.sent_parts[self.own.index] = self.share.own_part
         loop, others = asyncio.get_running_loop(), len(self.others)
         quorum, quorum_at = quorum_of_others(others, self.context.spec.quorum), math.inf

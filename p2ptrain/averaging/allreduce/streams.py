@@ -144,7 +144,9 @@ class OutgoingStream:
         check = session.verifier.new_check(codec)
         try:
             await session.verifier.before_part(self.channel)
-            session.sent_parts[index] = await send_encoded(self.channel, session.context.runtime, codec, part, check)
+            sent = await send_encoded(self.channel, session.context.runtime, codec, part, check)
+            if session.contribution.has_error or session.context.sending_log is not None:
+                session.sent_parts[index] = sent
             await session.verifier.part_sent(self, check)
         except PeerError:
             with contextlib.suppress(PeerError, DeadlineError):  # The owner may have sent `GaveUp` before.

@@ -8,6 +8,8 @@ share costs nothing for the others.
 
 from __future__ import annotations
 
+import functools
+import struct
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,6 +21,7 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
 from p2ptrain.buffers import Buffer
 from p2ptrain.codecs.base import CHUNK_VALUES, NOT_FINITE, Codec, CodecError, byte_array, check_vector, chunks
+from p2ptrain.native.load import Function, load_functions
 
 if TYPE_CHECKING:
     import torch
@@ -28,6 +31,8 @@ WORD_BYTES = 4
 WORDS_PER_BLOCK = 4  # of AES
 HEADROOM = 1 - 2.0**-16
 """Part of the integers' range that is used: the rest is for roundings of values and products."""
+_HEADER, _STREAM = struct.Struct("<QQ"), struct.Struct("<16sQ")
+_ZEROS = memoryview(bytes(WORD_BYTES * CHUNK_VALUES))
 
 
 class Stream(NamedTuple):
@@ -37,33 +42,43 @@ class Stream(NamedTuple):
     negative: bool = False
 
 
-class Masks:
-    """The sum of masks, added to consecutive words of a vector, of which the first is value ``start``."""
-
-    def __init__(self, streams: Sequence[Stream], start: int) -> None:
-        block, skipped = divmod(start, WORDS_PER_BLOCK)
-        self._zeros = memoryview(bytes(WORD_BYTES * CHUNK_VALUES))
-        self._scratch = np.empty(CHUNK_VALUES, "<u4")
-        self._ciphers = []
-        for stream in streams:
-            counter = modes.CTR(block.to_bytes(16, "big"))
-            encryptor = Cipher(algorithms.AES(stream.key), counter).encryptor()
-            encryptor.update(bytes(WORD_BYTES * skipped))
-            self._ciphers.append((encryptor, np.subtract if stream.negative else np.add))
-
-    def add_to(self, words: Words) -> None:
-        """Add the next masks to ``words`` in place, modulo 2^32; at most `CHUNK_VALUES`, which stay in a cache."""
-        scratch = self._scratch[: len(words)]
-        for encryptor, add in self._ciphers:
-            encryptor.update_into(self._zeros[: WORD_BYTES * len(words)], scratch.data.cast("B"))
-            add(words, scratch, out=words)
-
-
 def add_streams(words: Words, streams: Sequence[Stream], start: int) -> None:
-    """Add masks to ``words`` in place, modulo 2^32; ``words[0]`` is value ``start`` of the vector."""
-    masks = Masks(streams, start)
-    for piece in chunks(len(words), CHUNK_VALUES):
-        masks.add_to(words[piece])
+    """Add masks to ``words`` in place, modulo 2^32; ``words[0]`` is value ``start`` of the vector.
+
+    The first call may build the native library. Calls for `CHUNK_VALUES` at most stay in a core's cache.
+    """
+    if (native := native_masks()) is not None:
+        add_natively(native, words, streams, start)
+    else:
+        add_by_openssl(words, streams, start)
+
+
+def add_natively(native: Function, words: Words, streams: Sequence[Stream], start: int) -> None:
+    source = _HEADER.pack(start, len(streams)) + b"".join(_STREAM.pack(*stream) for stream in streams)
+    native(np.frombuffer(source, np.uint8).ctypes.data, words.ctypes.data, len(words), 1.0)
+
+
+def add_by_openssl(words: Words, streams: Sequence[Stream], start: int) -> None:
+    block, skipped = divmod(start, WORDS_PER_BLOCK)
+    for stream in streams:
+        encryptor = Cipher(algorithms.AES(stream.key), modes.CTR(block.to_bytes(16, "big"))).encryptor()
+        encryptor.update(bytes(WORD_BYTES * skipped))
+        for piece in chunks(len(words), CHUNK_VALUES):
+            mask = np.empty(len(words[piece]), "<u4")
+            encryptor.update_into(_ZEROS[: mask.nbytes], mask.data.cast("B"))
+            (np.subtract if stream.negative else np.add)(words[piece], mask, out=words[piece])
+
+
+@functools.cache
+def native_masks() -> Function | None:
+    """Return the native function that adds masks; None if there is none for this CPU, or if it adds other ones."""
+    if (native := load_functions().get(MaskedCodec.name, {}).get("add")) is None:
+        return None
+    streams = [Stream(bytes([number]) * 16, number % 3 == 0) for number in range(40)]
+    found, right = np.zeros((2, 999), "<u4")
+    add_natively(native, found, streams, 5)
+    add_by_openssl(right, streams, 5)
+    return native if np.array_equal(found, right) else None
 
 
 @dataclass(frozen=True)
@@ -176,8 +191,8 @@ class MaskingCodec(MaskedCodec):
     def encode_into(self, vector: torch.Tensor, out: bytearray | memoryview) -> None:
         values = check_vector(vector).numpy()
         words = byte_array(out, self.encoded_bytes(len(values)), self.name).view("<u4")
-        masks, beyond = Masks(self._streams, self._start), 0
+        beyond = 0
         for piece in chunks(len(values), CHUNK_VALUES):
             beyond += self._grid.to_words(values[piece], self._share, words[piece])
-            masks.add_to(words[piece])
+            add_streams(words[piece], self._streams, self._start + piece.start)
         self.clipped.add(beyond)

@@ -28,15 +28,7 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
-from p2ptrain.averaging.masking.codec import (
-    MASKED,
-    WORD_BYTES,
-    Clipped,
-    Grid,
-    MaskingCodec,
-    Masks,
-    Stream,
-)
+from p2ptrain.averaging.masking.codec import MASKED, WORD_BYTES, Clipped, Grid, MaskingCodec, Stream, add_streams
 from p2ptrain.averaging.masking.sharing import SECRET_BYTES, SHARE_BYTES, recover, split
 from p2ptrain.averaging.protocol.certificate import Roster
 from p2ptrain.buffers import Buffer
@@ -258,11 +250,11 @@ class Masking:
         size = len(out) // WORD_BYTES
         words, values = MASKED.words(out, size), np.frombuffer(out, "<f4")
         counted = math.fsum(self.shares[index] for index in contributors)
-        grid, masks, source = Grid(self.spec.range), Masks(streams, start), MASKED.words(masked, size)
+        grid, source = Grid(self.spec.range), MASKED.words(masked, size)
         for piece in chunks(size, CHUNK_VALUES):
             if source.ctypes.data != words.ctypes.data:
                 np.copyto(words[piece], source[piece])
-            masks.add_to(words[piece])
+            add_streams(words[piece], streams, start + piece.start)
             grid.to_values(words[piece], counted, values[piece])
 
 

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from p2ptrain.averaging.masking import codec as masked
 from p2ptrain.codecs import CODECS, CodecError, get_codec, warm_up
 from p2ptrain.codecs.base import ENERGY_VALUES, NativeCodec
 from p2ptrain.codecs.blockwise import BlockwiseCodec, Int4Codec
@@ -266,6 +267,9 @@ def test_native_codecs_of_other_cpus_compute_the_same_bits(
     library = tmp_path / "codecs.so"
     library.write_bytes(build.build_library())
     found = load.open_library(library)
+    monkeypatch.setattr(masked, "load_functions", lambda: found)
+    has_masks = "-DCLONES" in options and " aes " in Path("/proc/cpuinfo").read_text()
+    assert (masked.native_masks.__wrapped__() is not None) is has_masks
     for name in NAMES:
         assert agree(fresh(name), found[name]), name
         codec = fresh(name)

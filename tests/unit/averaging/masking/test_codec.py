@@ -6,7 +6,17 @@ import numpy as np
 import pytest
 import torch
 
-from p2ptrain.averaging.masking.codec import MASKED, Clipped, Grid, MaskingCodec, Stream, add_streams
+from p2ptrain.averaging.masking.codec import (
+    MASKED,
+    Clipped,
+    Grid,
+    MaskingCodec,
+    Stream,
+    add_by_openssl,
+    add_natively,
+    add_streams,
+    native_masks,
+)
 from p2ptrain.codecs import CodecError
 from tests.support.masking import uniformity
 
@@ -25,6 +35,25 @@ def test_a_part_has_the_masks_of_its_place(start: int, length: int) -> None:
     add_streams(whole, STREAMS, 0)
     add_streams(part, STREAMS, start)
     assert np.array_equal(whole[start:], part)
+
+
+@pytest.mark.parametrize("count", [1, 16, 17, 40])
+@pytest.mark.parametrize("start", [0, 3, 127, 2**34 + 5])
+def test_native_masks_are_those_of_openssl(start: int, count: int) -> None:
+    native = native_masks()
+    if native is None:
+        pytest.skip("this machine has no native masks")
+    streams = [Stream(bytes([1 + number]) * 16, number % 3 == 0) for number in range(count)]
+    for length in (1, 4, 128, 1001, 70_001):
+        found, right = np.tile(np.arange(length, dtype=np.uint32), (2, 1))
+        add_natively(native, found, streams, start)
+        add_by_openssl(right, streams, start)
+        assert np.array_equal(found, right)
+
+
+def test_native_masks_that_are_others_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("p2ptrain.averaging.masking.codec.load_functions", lambda: {"masked": {"add": lambda *_: 0}})
+    assert native_masks.__wrapped__() is None
 
 
 def test_pieces_and_parts_concatenate_to_the_whole() -> None:
