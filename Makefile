@@ -86,6 +86,7 @@ test-all: $(STAMP) $(RAY)  ## all that .ci/run checks, slow tests, containers, e
 	$(BIN)/python -m tests.support.sim.schedules --first $$($(BIN)/python -m tests.support.seeds schedules) --count $(SEEDS)
 	$(BIN)/python -m tests.support.sim.schedules --first $$($(BIN)/python -m tests.support.seeds pipelines) --count $(SEEDS) --pipelines
 	$(BIN)/python -m tests.support.sim.schedules --first $$($(BIN)/python -m tests.support.seeds serving) --count $(SEEDS) --serving
+	$(BIN)/python -m tests.support.sim.schedules --first $$($(BIN)/python -m tests.support.seeds masks) --count $$(($(SEEDS) / 10)) --masks
 	$(MAKE) soak HOURS=0.1
 	$(MAKE) soak-serving MINUTES=3
 	@if [ -e tests/mutants.py ]; then $(BIN)/python -m tests.mutants; fi
@@ -115,7 +116,7 @@ docs: $(STAMP)  ## the documentation as a site in build/site; every link has to 
 wheels: $(STAMP)  ## fill wheels/, from which an image is built without a registry
 	deploy/container/wheels.sh $(BIN)/python
 
-schedules: $(STAMP)  ## simulated faults from other seeds; ARGS="--first 20000 --count 5000 [--pipelines|--serving]"
+schedules: $(STAMP)  ## simulated faults from other seeds; ARGS="--first 20000 --count 5000 [--pipelines|--serving|--masks]"
 	$(BIN)/python -m tests.support.sim.schedules $(ARGS)
 
 lint: $(STAMP)  ## ruff and mypy, which reads the Python that pages show, too

@@ -56,9 +56,9 @@ class AveragingPeer:
     founder: SimulatedSeed | None = None
 
     def follow(self) -> None:
-        """Learn where the others are, and go to the best head among them, as if that took no time."""
+        """Learn where the others in reach are, and go to the best head among them, as if that took no time."""
         for other in self.others:
-            if other.peer.is_running:
+            if other.peer.is_running and self.peer._network.connected(self.peer, other.peer):
                 runtime, head = self.peer.runtime, other.averager.head
                 self.membership.update(
                     record_at(other.peer, head), round(1e3 * runtime.now()), runtime.now() + RECORD_SECONDS

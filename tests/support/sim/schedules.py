@@ -24,8 +24,10 @@ from p2ptrain.network.simulated import SimulatedNetwork
 from p2ptrain.network.simulated.network import SimulatedPeer
 from tests.support.sim.accounts import Accounts
 from tests.support.sim.hostile import BROKEN_PARTS, HOSTILITIES
-from tests.support.sim.pipeline_schedules import FAULTS_IN, draw_pipeline_schedule, find_pipeline_problems, problems_of
+from tests.support.sim.mask_schedules import PHASES as MASK_PHASES
+from tests.support.sim.mask_schedules import draw_mask_schedule, find_mask_problems
 from tests.support.sim.pipeline_schedules import PHASES as PIPELINE_PHASES
+from tests.support.sim.pipeline_schedules import draw_pipeline_schedule, find_pipeline_problems, problems_of
 from tests.support.sim.serving_schedules import draw_serving_schedule, find_serving_problems
 from tests.support.sim.trainers import SimulatedSwarm, SimulatedTrainer, make_manifest
 
@@ -260,6 +262,7 @@ def main() -> int:
     parser.add_argument("--max-events", type=int, help="faults, at most: 6, in pipelines 9")
     parser.add_argument("--pipelines", action="store_true", help="of pipelines: peers are hosts of stages and trainers")
     parser.add_argument("--serving", action="store_true", help="of generations; takes neither peers nor events")
+    parser.add_argument("--masks", action="store_true", help="of secure aggregation; takes neither peers nor events")
     parser.add_argument("--sessions", type=int, default=9, help="with --serving: generations of a schedule")
     parser.add_argument("--fragments", type=int, default=1, help="parts of the model that take turns")
     parser.add_argument("--overlap-steps", type=int, default=0, help="steps while a round is under way")
@@ -278,6 +281,8 @@ def main() -> int:
         bounds = seed, options.min_peers, most, options.max_events or (9 if options.pipelines else 6)
         if options.serving:
             problems = find_serving_problems(draw_serving_schedule(seed, options.sessions), hits)
+        elif options.masks:
+            problems = find_mask_problems(draw_mask_schedule(seed), hits)
         elif options.pipelines:
             problems = find_pipeline_problems(draw_pipeline_schedule(*bounds), hits)
         else:
@@ -294,8 +299,8 @@ def main() -> int:
     seconds = (time.process_time() - began) / max(1, tried)
     for what, number in sorted(hits.items()):
         sys.stdout.write(f"{number:6d} times: {what}\n")
-    if options.pipelines:
-        missed = [phase for phase in PIPELINE_PHASES if not any(hits[f"{fault} {phase}"] for fault in FAULTS_IN)]
+    if phases := PIPELINE_PHASES if options.pipelines else tuple(MASK_PHASES) if options.masks else ():
+        missed = [phase for phase in phases if not any(hit.endswith(f" in {phase}") for hit in hits)]
         sys.stdout.write(f"phases in which nobody was hit: {', '.join(missed) or 'none'}\n")
     sys.stdout.write(f"{tried} schedules, {seconds:.2f} s of CPU each; failed: {failed or 'none'}\n")
     return int(bool(failed))
