@@ -13,17 +13,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from p2ptrain._version import __version__
 from p2ptrain.averaging.protocol.certificate import Head
 from p2ptrain.disk import replace_file
 from p2ptrain.errors import CheckpointError
 from p2ptrain.manifest import Manifest
 from p2ptrain.models import get_family, has_hugging_face_form, num_parameters
-from p2ptrain.monitor.report import METRICS, Line, read_lines
+from p2ptrain.monitor.report import METRICS, Line, read_lines, read_sites
 from p2ptrain.network.records.evaluation import CONFIDENCE, Evaluation, pooled
-from p2ptrain.node.site.site_reports import SITE, SITES_FILE, SiteReport
+from p2ptrain.node.site.site_reports import SITES_FILE, SiteReport
 from p2ptrain.status.formats import human_count
 from p2ptrain.training.checkpoints.files import CheckpointInfo, describe_checkpoint
 from p2ptrain.training.checkpoints.saving import saved_layout
@@ -81,7 +79,7 @@ def write_card(
     exported = Exported(manifest, heads)
     earlier = _heads(checkpoints, {part.swarm for part in parts.values()}, exported.round)
     measured = _measured([run_dir / METRICS for run_dir in run_dirs], exported.round)
-    reports, size = _reports([run_dir / SITES_FILE for run_dir in run_dirs]), 0
+    reports, size = read_sites([run_dir / SITES_FILE for run_dir in run_dirs]), 0
     if manifest.model.family == "custom":
         layout = saved_layout(parts[""])
         size = layout.num_parameters + sum(each.num_values for each in layout.personal if each.kind == "param")
@@ -236,16 +234,6 @@ def _measured(files: Sequence[Path], round_: int) -> Line | None:
 
 def _round(line: Line) -> int:
     return int(line.number("round") or 0)
-
-
-def _reports(files: Sequence[Path]) -> list[SiteReport]:
-    """Return the readable reports of sites, oldest first."""
-    lines = [line for file in files for line in read_lines(file)[0] if line.kind == SITE]
-    found = []
-    for line in sorted(lines, key=lambda line: line.time):
-        with contextlib.suppress(msgspec.ValidationError):
-            found.append(msgspec.convert(line.values, SiteReport))
-    return found
 
 
 def _evaluation(measured: Line, manifest: Manifest, round_: int) -> str:

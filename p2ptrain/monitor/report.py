@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import statistics
@@ -10,13 +11,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from p2ptrain.errors import ConfigError
 from p2ptrain.manifest import SIGNED_FILE, Manifest, former_manifest
 from p2ptrain.monitor.charts import Series, line_chart
 from p2ptrain.monitor.pages import TEMPLATES
+from p2ptrain.network.records.evaluation import Evaluation, pooled
 from p2ptrain.node.reports.summary import SUMMARY_FILE, Summary, combine, read_summary
+from p2ptrain.node.site.site_reports import SITE, SITES_FILE, SiteReport
 from p2ptrain.signing import Signer
 from p2ptrain.status import formats
+from p2ptrain.status.sites import MAX_SITES
 
 METRICS = "metrics.jsonl"
 MAX_LINE_CHARS = 1 << 16
@@ -61,12 +67,14 @@ class Run:
     Attributes:
         manifest: None if its file is missing or invalid.
         skipped: Number of unreadable lines.
+        sites: What the sites of a private swarm told, oldest first.
     """
 
     directory: Path
     peers: tuple[PeerRun, ...]
     manifest: Manifest | None
     skipped: int
+    sites: Sequence[SiteReport]
 
     @property
     def started(self) -> float:
@@ -96,7 +104,8 @@ def read_run(directory: Path, verifier: Signer) -> Run:
             peers.append(PeerRun(summary.name if summary is not None else folder.name, tuple(lines), summary))
     if not peers:
         raise ConfigError(f"{directory} holds no {METRICS}: a peer writes it when its first round is over")
-    return Run(directory, tuple(peers), former_manifest(directory / SIGNED_FILE, verifier), skipped)
+    sites = read_sites([folder / SITES_FILE for folder in found])
+    return Run(directory, tuple(peers), former_manifest(directory / SIGNED_FILE, verifier), skipped, sites)
 
 
 def read_lines(path: Path) -> tuple[list[Line], int]:
@@ -114,6 +123,16 @@ def read_lines(path: Path) -> tuple[list[Line], int]:
                 continue
             lines.append(Line(float(time), kind, values))
     return sorted(lines, key=lambda line: line.time), skipped
+
+
+def read_sites(files: Sequence[Path]) -> list[SiteReport]:
+    """Return the readable reports of a private swarm's sites, oldest first."""
+    lines = [line for file in files for line in read_lines(file)[0] if line.kind == SITE]
+    found = []
+    for line in sorted(lines, key=lambda line: line.time):
+        with contextlib.suppress(msgspec.ValidationError):
+            found.append(msgspec.convert(line.values, SiteReport))
+    return found
 
 
 def _texts(path: Path) -> Iterator[str]:
@@ -191,7 +210,35 @@ def charts(run: Run) -> list[tuple[str, str]]:
         chart("Tokens a second, each peer", of("step", "tokens_per_second"), "", True),
         chart("Finding a group", of("round", "matchmaking_seconds", committed_only=True), " s", True),
         chart("Averaging", of("round", "transfer_seconds", committed_only=True), " s", True),
+        *(
+            (title, line_chart(title, lines, x_text=lambda x: f"round {x:.0f}", y_text=lambda y: f"{y:.4g}"))
+            for title, lines in site_curves(run.sites)
+        ),
     ]
+
+
+def site_curves(reports: Sequence[SiteReport]) -> list[tuple[str, list[Series]]]:
+    """Return, for each metric of the sites, a heading and the lines over rounds: of all sites, then of each one.
+
+    A site whose newest report tells no measurement has no line: its policy keeps them now.
+    """
+    found: dict[str, dict[str, dict[int, Evaluation]]] = {}
+    for report in reports:
+        if (told := report.evaluation) is not None:
+            found.setdefault(told.metric, {}).setdefault(report.peer, {})[told.round] = told
+            continue
+        for by_site in found.values():
+            by_site.pop(report.peer, None)
+    charts = []
+    for metric, by_site in found.items():
+        newest, points = dict[str, Evaluation](), list[tuple[float, float]]()
+        for at in sorted({at for each in by_site.values() for at in each}):
+            newest.update({peer: each[at] for peer, each in by_site.items() if at in each})
+            if (whole := pooled(newest.values())) is not None:
+                points.append((at, whole.mean))
+        lines = [Series(peer[-8:], [(at, each[at].mean) for at in sorted(each)]) for peer, each in by_site.items()]
+        charts.append((f"Held-out {metric} of the sites", [Series("all sites", points), *lines[:MAX_SITES]]))
+    return charts
 
 
 def peer_row(peer: PeerRun) -> dict[str, Any]:

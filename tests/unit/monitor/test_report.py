@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from p2ptrain.errors import ConfigError
 from p2ptrain.manifest import Manifest, SignedManifest
 from p2ptrain.monitor.charts import MAX_POINTS, Series, line_chart, thin, ticks
-from p2ptrain.monitor.report import read_lines, read_run, render
+from p2ptrain.monitor.report import read_lines, read_run, render, site_curves
 from p2ptrain.node.reports.summary import to_json
 from tests.support.processes.commands import assert_one_line_error, p2ptrain
 from tests.support.signers import NamedSigner
@@ -159,3 +159,26 @@ def test_every_point_lies_within_the_chart(points: list[tuple[float, float]]) ->
     places = re.findall(r"(-?[\d.]+),(-?[\d.]+)", markup) or re.findall(r'cx="(-?[\d.]+)" cy="(-?[\d.]+)"', markup)
     assert places
     assert all(0 <= float(x) <= 720 and 0 <= float(y) <= 240 for x, y in places)
+
+
+def test_sites_have_a_line_each_and_a_pooled_one_unless_they_keep_their_measurements(tmp_path: Path) -> None:
+    def line(at: float, peer: str, round_: int, mean: float | None, samples: int = 8) -> dict[str, Any]:
+        told = {"metric": "accuracy", "round": round_, "mean": mean, "error": None, "samples": samples}
+        return {"time": at, "kind": "site", "peer": peer, "round": round_, "evaluation": told if mean else None}
+
+    write_run(tmp_path)
+    first = [line(1.0, "QmSiteOne", 1, 0.5), line(2.0, "QmSiteTwo", 2, 0.8, 16), line(3.0, "QmKeeper", 2, 0.1)]
+    second = [line(2.5, "QmSiteTwo", 2, 0.8, 16), line(4.0, "QmSiteOne", 4, 0.6), line(5.0, "QmKeeper", 5, None)]
+    write_lines(tmp_path / "t0", first, "sites.jsonl")
+    write_lines(tmp_path / "t1", second, "sites.jsonl")
+    run = read_run(tmp_path, ALICE)
+    [(title, (whole, *sites))] = site_curves(run.sites)
+    assert title == "Held-out accuracy of the sites"
+    assert {each.name: list(each.points) for each in sites} == {
+        "mSiteOne": [(1, 0.5), (4, 0.6)],
+        "mSiteTwo": [(2, 0.8)],
+    }
+    assert whole.points == [(1, 0.5), (2, pytest.approx(0.7)), (4, pytest.approx(2.2 / 3))]
+    page = Tags(render(run)).text
+    assert "round 4" in page
+    assert "mSiteTwo" in page
