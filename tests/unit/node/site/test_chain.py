@@ -37,6 +37,7 @@ def _edited(lines: Lines) -> Lines:
     "change",
     [
         _edited,
+        lambda lines: [*lines[:-1], lines[-1].replace(b'"bytes":10', b'"bytes":11')],
         lambda lines: lines[1:],
         lambda lines: [*lines[:3], *lines[4:]],
         lambda lines: [*lines[:3], lines[4], lines[3], *lines[5:]],
@@ -54,6 +55,21 @@ def test_a_changed_log_is_refused_and_not_continued(tmp_path: Path, change: Call
         read_chain(path, NamedSigner("x"))
     with pytest.raises(IntegrityError):
         Chain.go_on(path, NamedSigner("site"), lambda: 7.0)
+
+
+def test_a_start_verifies_one_signature_however_long_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, verify, verified = tmp_path / "left.jsonl", NamedSigner.verify, list[str]()
+    written(path, rounds=50)
+
+    def counted(signer: NamedSigner, peer: str, message: bytes, proof: bytes) -> bool:
+        verified.append(peer)
+        return verify(signer, peer, message, proof)
+
+    monkeypatch.setattr(NamedSigner, "verify", counted)
+    assert len(Chain.go_on(path, NamedSigner("site"), lambda: 7.0)[1]) == 101
+    assert verified == ["site"]
+    read_chain(path, NamedSigner("x"))
+    assert len(verified) == 1 + 101
 
 
 def test_a_log_that_another_key_wrote_anew_is_refused(tmp_path: Path) -> None:
