@@ -238,14 +238,19 @@ class DrawnToken(Message, frozen=True):
 
 
 class LogitsRequest(Message, frozen=True):
-    """The client's request for the logits of a session's rows from a position on (``serve.logits``)."""
+    """The client's request for the logits of a session's rows from a position on (``serve.logits``).
+
+    Attributes:
+        with_states: True if the last normalisation's outputs are to follow each row's logits.
+    """
 
     session: SessionId
     start: Position
+    with_states: bool = False
 
 
 class LogitRows(Message, frozen=True):
-    """Logits of the next rows; they follow as fp32."""
+    """Logits of the next rows follow as fp32, each with the state that was asked for."""
 
     rows: Annotated[int, Meta(ge=1, le=MAX_LOGIT_ROWS)]
 

@@ -1,4 +1,4 @@
-"""Logits of a prompt's rows over simulated hosts: those of one process, of one version, for who asked alone."""
+"""Logits and last states of a prompt's rows over simulated hosts: those of one process, of one version."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from p2ptrain.errors import PeerRefusedError
 from p2ptrain.models.exact import PAGE, ExactStage
 from p2ptrain.serving.messages import LOGITS, LogitRows, LogitsRequest
 from tests.support.sim.peers import until
-from tests.support.sim.serving import GREEDY, ServingSwarm, digest, golden_logits, serve, served
+from tests.support.sim.serving import GREEDY, VOCABULARY, ServingSwarm, digest, golden_outputs, serve, served
 
 PROMPT = [5, 1, 4, 1, 5, 9, 2, 6]
 LONG_PROMPT = [(7 * at) % 61 for at in range(700)]
@@ -33,9 +33,9 @@ def test_logits_of_all_rows_are_those_of_one_process_also_when_a_host_fails(faul
         async with asyncio.TaskGroup() as group:
             if fault:
                 group.create_task(strike())
-            return await client.generator.logits(LONG_PROMPT)
+            return await client.generator.logits(LONG_PROMPT, with_states=True)
 
-    assert torch.equal(serve(main, 2, 2, serve_seconds=0.05), golden_logits(LONG_PROMPT, 2))
+    assert torch.equal(serve(main, 2, 2, serve_seconds=0.05), golden_outputs(LONG_PROMPT, 2))
     assert bool(struck) == bool(fault)
 
 
@@ -49,7 +49,7 @@ async def test_the_last_stage_computes_all_rows_for_their_logits_although_it_has
     logits = await client.generator.logits(LONG_PROMPT)
     rows = [each.stage.rows - start for each, start in zip(swarm.hosts.values(), before, strict=True)]
     assert rows == [len(LONG_PROMPT) % PAGE, len(LONG_PROMPT)]
-    assert torch.equal(logits, golden_logits(LONG_PROMPT, 2))
+    assert torch.equal(logits, golden_outputs(LONG_PROMPT, 2)[:, :VOCABULARY])
 
 
 def test_logits_are_those_of_one_version() -> None:
@@ -76,7 +76,7 @@ def test_logits_are_those_of_one_version() -> None:
             group.create_task(renew())
             return await client.generator.logits(LONG_PROMPT)
 
-    assert torch.equal(serve(main, 1, serve_seconds=0.05), golden_logits(LONG_PROMPT, 1))
+    assert torch.equal(serve(main, 1, serve_seconds=0.05), golden_outputs(LONG_PROMPT, 1)[:, :VOCABULARY])
     assert len({session for session, _ in asked}) == 2
     assert asked[-1][1] == 0
 

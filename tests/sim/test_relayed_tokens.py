@@ -23,7 +23,7 @@ from tests.support.sim.serving import (
     SmallStage,
     golden,
     golden_draws,
-    golden_logits,
+    golden_outputs,
     serve,
     served,
 )
@@ -129,9 +129,9 @@ def test_logits_come_up_the_chain(fault: str) -> None:
         async with asyncio.TaskGroup() as group:
             if fault:
                 group.create_task(strike())
-            return await client.generator.logits(LONG_PROMPT)
+            return await client.generator.logits(LONG_PROMPT, with_states=True)
 
-    assert torch.equal(serve(main, 2, 2, 2, serve_seconds=0.05), golden_logits(LONG_PROMPT, 3))
+    assert torch.equal(serve(main, 2, 2, 2, serve_seconds=0.05), golden_outputs(LONG_PROMPT, 3))
 
 
 @served(1, 1, 1)

@@ -56,10 +56,10 @@ class Answer(BaseModel):
     age: int = Field(ge=0, le=99)
 
 
-def golden_logits(ids: torch.Tensor) -> torch.Tensor:
-    """Return the logits that this process computes after each token, ``[tokens, vocabulary]``."""
+def golden_outputs(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return logits and last states that this process computes: ``[tokens, vocabulary]``, ``[tokens, hidden]``."""
     stage = whole_model()
-    return stage.logits(stage.step([Part(len(ids), 0, [0])], ids, stage.new_pages(1)))
+    return stage.head(stage.step([Part(len(ids), 0, [0])], ids, stage.new_pages(1)))
 
 
 def niceness(process: subprocess.Popen[bytes]) -> set[int]:
@@ -134,12 +134,15 @@ def test_a_script_generates_as_with_transformers(
         assert drawn[0].tolist() == seen[:-1] == [*ids[0].tolist(), *told]
         assert swarm.generate(PROMPT, max_new_tokens=60) == bytes(wanted).decode(errors="replace")
 
-        logits = model(ids, mask).logits
-        assert logits is not None
-        assert torch.equal(logits[0], golden_logits(ids[0]))
-        assert torch.equal(logits[1, 4:], golden_logits(ids[1, 4:]))
-        assert not logits[1, :4].any()
-        assert int(logits[0, -1].argmax()) == wanted[0]
+        outputs = model(ids, mask, output_hidden_states=True)
+        assert outputs.hidden_states is not None
+        for row, first in ((0, 0), (1, 4)):
+            alone = golden_outputs(ids[row, first:])
+            for ours, theirs in zip((outputs.logits, *outputs.hidden_states), alone, strict=True):
+                assert torch.equal(ours[row, first:], theirs)
+                assert not ours[row, :first].any()
+        assert torch.equal(model(ids, mask).logits, outputs.logits)
+        assert int(outputs.logits[0, -1].argmax()) == wanted[0]
 
         for settings, message in (
             ({"max_new_tokens": CONTEXT}, "do not fit the context"), ({"max_new_tokens": 0}, "max_new_tokens"),

@@ -70,7 +70,7 @@ async def tokens_of(model: SwarmModel, name: str, version: tuple[int, bytes]) ->
         return [host._replace(served=msgspec.structs.replace(host.served, versions=(version,))) for host in served]
 
     manifest = model.peer.manifest
-    offered = ServedModel(manifest.name, manifest.model.vocabulary, stage_blocks(manifest))
+    offered = ServedModel(manifest.name, manifest.model.vocabulary, manifest.model.hidden, stage_blocks(manifest))
     generator = SwarmGenerator(model.peer.rpc, model.peer.identity, offered, hosts, 5.0)
     async with generator.generate(IDS, DRAWN, max_tokens=NUM_TOKENS) as generation:
         return [token.id async for token in generation]

@@ -164,8 +164,13 @@ class ExactStage:
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return ``[rows, vocabulary]`` for ``[rows, hidden]``; raises `NotFiniteError`, with rows as parts."""
+        return self.head(hidden)[0]
+
+    @torch.inference_mode()
+    def head(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the logits, and ``[rows, hidden]`` after the last normalisation; raises as `logits`."""
         assert self._head is not None
-        outputs = torch.empty(len(hidden), self.vocabulary)
+        outputs, normed = torch.empty(len(hidden), self.vocabulary), torch.empty_like(hidden)
         with self._lock, self._computing():
             for start in range(0, len(hidden), MAX_HEAD_ROWS):
                 block = hidden[start : start + MAX_HEAD_ROWS]
@@ -173,9 +178,10 @@ class ExactStage:
                 self._head.run(Rows((), np.zeros(len(block), dtype=np.int64), _NO_ROWS), None)
                 found = self._head.buffers["logits"][: len(block) * self.vocabulary]
                 outputs[start : start + len(block)] = found.view(len(block), -1)
+                normed[start : start + len(block)] = self._head.buffers["normed"][: block.numel()].view(block.shape)
         if not bool(torch.isfinite(outputs).all()):
             raise NotFiniteError([row for row, each in enumerate(outputs) if not torch.isfinite(each).all()])
-        return outputs
+        return outputs, normed
 
     def _embed(self, parts: Sequence[Part], inputs: torch.Tensor) -> torch.Tensor:
         if self._table is None:

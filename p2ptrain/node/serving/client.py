@@ -27,7 +27,7 @@ class SwarmModel:
     ) -> None:
         """``blocks`` has those of each stage: the first, and the one after its last."""
         manifest = peer.manifest
-        model = ServedModel(manifest.name, manifest.model.vocabulary, blocks)
+        model = ServedModel(manifest.name, manifest.model.vocabulary, manifest.model.hidden, blocks)
         self.peer = peer
         self.generator = SwarmGenerator(peer.rpc, peer.identity, model, self.hosts, wait_seconds, audit_share)
 

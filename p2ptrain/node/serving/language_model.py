@@ -152,22 +152,35 @@ class LanguageModel:
         finally:
             tokens.close()
 
-    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> Output:
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        *,
+        output_hidden_states: bool = False,
+    ) -> Output:
         """Return the logits after each token, fp32 ``[batch, length, vocabulary]``, 0 where a prompt is padding.
+
+        With ``output_hidden_states`` also ``hidden_states``: a tuple of the last layer's alone, after the last
+        normalisation, as transformers' last one, fp32 ``[batch, length, hidden]``.
 
         They have no gradient: `Swarm.pipeline` trains. Takes and raises what `generate` does.
         """
         prompts = _prompts(input_ids, attention_mask)
-        logits = torch.zeros(*input_ids.shape, self.generator.vocabulary)
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-        waiting = [self._bridge.start(self.generator.logits(ids)) for ids in prompts]
+        waiting = [self._bridge.start(self.generator.logits(ids, output_hidden_states)) for ids in prompts]
+        found = torch.zeros(0)
         try:
             for row, future in enumerate(waiting):
-                logits[row, mask[row].bool().cpu()] = self._bridge.finish(future)
+                rows = self._bridge.finish(future)
+                found = found if row else torch.zeros(*input_ids.shape, rows.shape[1])
+                found[row, mask[row].bool().cpu()] = rows
         finally:
             for future in waiting:
                 future.cancel()
-        return Output(logits=logits)
+        vocabulary = self.generator.vocabulary
+        states: Any = (found[..., vocabulary:],) if output_hidden_states else None
+        return Output(logits=found[..., :vocabulary], hidden_states=states)
 
     __call__ = forward
 

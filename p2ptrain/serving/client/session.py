@@ -348,7 +348,7 @@ class SwarmSession:
 
 
 class LogitsSession(SwarmSession):
-    """A session for the logits of its prompt's rows; the one token after them is not taken."""
+    """A session for the logits of its prompt's rows, perhaps with their last hidden states; no token is taken."""
 
     def __init__(self, *arguments: Any) -> None:
         self._progress = asyncio.Event()
@@ -363,12 +363,12 @@ class LogitsSession(SwarmSession):
         await super().run()
         self._progress.set()
 
-    async def logits(self, vocabulary: int) -> torch.Tensor:
-        """Return ``[prompt, vocabulary]``, fp32.
+    async def logits(self, vocabulary: int, hidden: int = 0) -> torch.Tensor:
+        """Return ``[prompt, vocabulary + hidden]``, fp32; ``hidden`` is 0 without the states.
 
         Raises `GenerationFailedError` if hosts send nothing for `TOKEN_SECONDS`, and as the iteration.
         """
-        self._vocabulary = vocabulary
+        self._width, self._with_states = vocabulary + hidden, bool(hidden)
         while sum(map(len, self._rows)) < self.ticket.prompt:
             try:
                 async with asyncio.timeout(TOKEN_SECONDS):
@@ -384,14 +384,14 @@ class LogitsSession(SwarmSession):
         return *super()._progressed(), len(self._rows)
 
     async def _listen_to(self, host: str) -> None:
-        request = LogitsRequest(self.ticket.session, sum(map(len, self._rows)))
+        request = LogitsRequest(self.ticket.session, sum(map(len, self._rows)), self._with_states)
         async with self._open(host, LOGITS, request) as channel:
             await self._follow(host, channel, self._receive(host, request.session, channel))
 
     async def _receive(self, host: str, session: bytes, channel: Channel) -> None:
         while self.ticket.session == session:
             count = (await channel.receive(LogitRows, TOKEN_SECONDS)).rows
-            data = await channel.receive_bytes(count * self._vocabulary * FLOAT_BYTES, TOKEN_SECONDS)
+            data = await channel.receive_bytes(count * self._width * FLOAT_BYTES, TOKEN_SECONDS)
             if self.ticket.session == session:
                 self._rows.append(torch.frombuffer(data, dtype=torch.float32).view(count, -1))
                 self._progress.set()

@@ -48,6 +48,7 @@ class ServedModel:
 
     name: str
     vocabulary: int
+    hidden: int
     blocks: tuple[tuple[int, int], ...]
 
 
@@ -74,7 +75,7 @@ class SwarmGenerator:
         ``audit_share`` of the answers are audited while `Auditor.run` runs.
         """
         self.model = model.name
-        self.vocabulary = model.vocabulary
+        self.vocabulary, self._hidden = model.vocabulary, model.hidden
         self._blocks = model.blocks
         self._rpc = rpc
         self._signer = signer
@@ -116,10 +117,13 @@ class SwarmGenerator:
         """
         return self._open(SwarmSession, ids, sampling, max_tokens, stops, key)
 
-    async def logits(self, ids: Sequence[int]) -> torch.Tensor:
-        """Return the logits after each of some tokens, ``[tokens, vocabulary]``, fp32; raise as `generate`."""
+    async def logits(self, ids: Sequence[int], with_states: bool = False) -> torch.Tensor:
+        """Return the logits after each of some tokens, ``[tokens, vocabulary]``, fp32; raise as `generate`.
+
+        With the states, a row goes on with the last normalisation's output: ``[tokens, vocabulary + hidden]``.
+        """
         async with self._open(LogitsSession, ids, Sampling(temperature=0.0), 1) as session:
-            return await session.logits(self.vocabulary)
+            return await session.logits(self.vocabulary, self._hidden if with_states else 0)
 
     @asynccontextmanager
     async def _open(

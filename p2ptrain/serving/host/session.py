@@ -38,7 +38,7 @@ class HostSession:
 
     Attributes:
         key: The weights.
-        vocabulary: Number of token ids.
+        vocabulary, hidden: Number of token ids, and of a row's hidden values.
         wire: Of the rows that it receives, where those are no ids.
         ids: The tokens of all received rows; a list that grows, until another one replaces it.
         known: How many of them are no drafts.
@@ -99,7 +99,7 @@ class HostSession:
         self._finals: dict[int, torch.Tensor] = {}
         self._meter = meter
         self._is_counted = False
-        self.vocabulary = stage.vocabulary
+        self.vocabulary, self.hidden = stage.vocabulary, stage.hidden
         self._since = self._drawn_at = self.progressed_at = asyncio.get_running_loop().time()
         self.decoded_at = -math.inf
         self._progress = (0, 0, 0)

@@ -107,9 +107,9 @@ class TokenService:
                 await news.wait()
                 continue
             rows = torch.frombuffer(bytearray(journal.rows(at, stop)), dtype=torch.float32).view(stop - at, -1)
-            logits = await self._rpc.runtime.serve(stage.logits, rows)
+            found = await self._rpc.runtime.serve(stage.head, rows)
             await channel.send(LogitRows(stop - at))
-            await channel.send_bytes(logits.numpy().tobytes())
+            await channel.send_bytes((torch.cat(found, 1) if request.with_states else found[0]).numpy().tobytes())
             at = stop
 
     async def _take_grants(self, session: HostSession, channel: Channel) -> None:
@@ -143,7 +143,7 @@ class TokenService:
         async def logits(source: Channel) -> None:
             while True:
                 message = await source.receive(LogitRows, IDLE_SECONDS)
-                num_bytes = message.rows * session.vocabulary * FLOAT_BYTES
+                num_bytes = message.rows * (session.vocabulary + session.hidden * request.with_states) * FLOAT_BYTES
                 data = await source.receive_bytes(num_bytes, IDLE_SECONDS)
                 await channel.send(message)
                 await channel.send_bytes(data)

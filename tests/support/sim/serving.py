@@ -71,6 +71,9 @@ class SmallStage:
         found = (hidden[:, :1].numpy().astype(np.int64) * 7919 + np.arange(VOCABULARY) * 40503) % 997 / 100
         return torch.from_numpy(found.astype(np.float32))
 
+    def head(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.logits(hidden), hidden + 1
+
 
 class CopyingStage(SmallStage):
     """A stage whose tokens mostly follow a cycle, so that drafts are often right; each row ends with its token.
@@ -200,7 +203,7 @@ class ServingSwarm:
         peer.runtime = runtime(random=peer.runtime.random, clock=peer.runtime.clock)
         rpc = Rpc(peer.transport, peer.runtime, SWARM)
         await peer.spawn(rpc.start())
-        model = ServedModel("small", self.vocabulary, tuple((each, each + 1) for each in range(self.num_stages)))
+        model = ServedModel("small", self.vocabulary, WIDTH, tuple((each, each + 1) for each in range(self.num_stages)))
         generator = SwarmGenerator(rpc, peer.signer, model, lambda: self.known(rpc), wait_seconds, audit_share)
         return SimulatedClient(peer, rpc, generator)
 
@@ -302,14 +305,14 @@ def _golden_draws(
     return draws
 
 
-def golden_logits(prompt: Sequence[int], num_stages: int) -> torch.Tensor:
-    """Return the logits that one process computes after each of some tokens."""
+def golden_outputs(prompt: Sequence[int], num_stages: int) -> torch.Tensor:
+    """Return the logits that one process computes after each of some tokens, and the last states beside them."""
     hidden = torch.tensor(list(prompt))
     num_pages = -(-len(prompt) // PAGE)
     stages = [SmallStage(number) for number in range(num_stages)]
     for stage in stages:
         hidden = stage.step([Part(len(prompt), 0, range(num_pages))], hidden, stage.new_pages(num_pages))
-    return stages[-1].logits(hidden)
+    return torch.cat(stages[-1].head(hidden), 1)
 
 
 def serve(

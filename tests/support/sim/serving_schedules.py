@@ -32,7 +32,7 @@ from tests.support.sim.serving import (
     SmallStage,
     digest,
     golden_draws,
-    golden_logits,
+    golden_outputs,
     small_grammars,
 )
 
@@ -173,7 +173,8 @@ class _Run:
             match what:
                 case "logits" if not self.schedule.copies:
                     right = torch.equal(
-                        await client.generator.logits(prompt), golden_logits(prompt, self.schedule.num_stages)
+                        await client.generator.logits(prompt, with_states=True),
+                        golden_outputs(prompt, self.schedule.num_stages),
                     )
                 case _:
                     right, before = await self._ask(client, mine, prompt, has_form=what == "form")

@@ -134,7 +134,7 @@ def test_sessions_in_25_random_schedules_have_the_bits_that_they_have_alone(
 
 
 @each_spec
-def test_greedy_tokens_are_those_of_transformers(spec: ModelSpec, tmp_path: Path) -> None:
+def test_greedy_tokens_and_last_hidden_states_are_those_of_transformers(spec: ModelSpec, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     model = lively_model(spec)
@@ -144,10 +144,12 @@ def test_greedy_tokens_are_those_of_transformers(spec: ModelSpec, tmp_path: Path
         store, ids, compared = stage.new_pages(4), ids_of(2, 20), 0
         hidden = stage.step([Part(20, 0, range(4))], ids, store)
         for position in range(20, 180):
-            logits = stage.logits(hidden[-1:])[0]
+            (logits,), (state,) = stage.head(hidden[-1:])
             with torch.inference_mode():
-                expected = theirs(ids[None]).logits[0, -1]
+                found = theirs(ids[None], output_hidden_states=True)
+            expected = found.logits[0, -1]
             torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(state, found.hidden_states[-1][0, -1], rtol=1e-4, atol=1e-4)
             first, second = expected.topk(2).values
             if first - second > 1e-3:
                 assert logits.argmax() == expected.argmax()
