@@ -33,9 +33,9 @@ from p2ptrain.serving.http.serve import serving_http
 from p2ptrain.serving.sampling import Sampling
 from tests.support.generators import TEMPLATE
 from tests.support.processes import serving_soak
-from tests.support.processes.daemons import ROOT, wait_until
+from tests.support.processes.daemons import ROOT, eventually, wait_until
 from tests.support.processes.files import LOOPBACK, QUICK, TINY, set_options
-from tests.support.processes.preloaded import LYING
+from tests.support.processes.preloaded import HELD, LYING
 from tests.support.processes.serving_hosts import CONTEXT, PROMPT, Hosts, golden, whole_model
 from tests.support.processes.swarmlet import background_command, init, nothing_left_behind, run_command, seeding
 from tests.support.processes.tellers import PATIENCE_SECONDS
@@ -107,6 +107,45 @@ def test_a_host_that_is_killed_or_stopped_is_replaced_with_the_same_tokens(
             os.kill(struck[0].pid, signal.SIGCONT)
     assert tokens == golden(400, DRAWN)
     assert failovers >= 1
+
+
+@pytest.mark.fault(30)
+def test_a_host_of_any_stage_that_is_stopped_or_killed_in_prefill_is_replaced_with_the_same_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host waits with a part of the prompt computed until it is struck, so each strike hits a prefill."""
+    held = tmp_path / "held"
+    monkeypatch.setenv("HELD", str(held))
+    with nothing_left_behind(), ExitStack() as stack:
+        hosts = Hosts(tmp_path / "swarm", stack, num_stages=3)
+        processes = hosts.start_all(0, 0, 1, 1, 2, 2, program=HELD)
+
+        async def ask(model: SwarmModel, prompt: str, stage: int, number: signal.Signals) -> tuple[list[int], int]:
+            async with model.generator.generate(list(prompt.encode()), DRAWN, max_tokens=20) as generation:
+
+                async def is_held() -> bool:
+                    log = hosts.directory / f"{model.name_of(generation.route[stage])}.log"
+                    return log.exists() and log.read_text().count("held before row") > before[log]
+
+                before = {log: log.read_text().count("held before row") for log in hosts.directory.glob("*.log")}
+                await eventually(is_held)
+                victim = processes[model.name_of(generation.route[stage])]
+                os.kill(victim.pid, number)
+                held.unlink()
+                stack.callback(victim.send_signal, signal.SIGCONT)
+                assert not generation.drawn
+                tokens = [token.id async for token in generation]
+            victim.send_signal(signal.SIGCONT)
+            return tokens, generation.failovers
+
+        with ModelThread(SwarmLink.parse(hosts.link), PATIENCE_SECONDS) as thread:
+            for number in (signal.SIGSTOP, signal.SIGKILL):
+                for stage, name in enumerate(("first", "middle", "last")):
+                    prompt = f"{number.name} {name} " + PROMPT * 36  # Another one each time: no host has its pages.
+                    held.write_text(name)
+                    tokens, failovers = thread.call(ask(thread.model, prompt, stage, number))
+                    assert tokens == golden(20, DRAWN, prompt), (number, name)
+                    assert failovers >= 1
 
 
 def test_a_script_generates_as_with_transformers(

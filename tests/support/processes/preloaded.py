@@ -25,6 +25,7 @@ WORKER = "tests.support.processes.worker"
 COMMAND = "p2ptrain.cli.main"
 STUCK = "tests.support.processes.stuck"
 LYING = "tests.support.processes.lying"
+HELD = "tests.support.processes.held"
 TRAINING = (
     "torch._dynamo", "cid", "netaddr", "p2ptrain.node.roles.training", "p2ptrain.training.state.adamw",
     "p2ptrain.codecs.base",
@@ -39,8 +40,7 @@ IMPORTS = {
         "p2ptrain.training.loop",
     ),
 }  # fmt: skip
-IMPORTS[STUCK] = (STUCK, *IMPORTS[COMMAND])
-IMPORTS[LYING] = (LYING, *IMPORTS[COMMAND])
+IMPORTS |= {each: (each, *IMPORTS[COMMAND]) for each in (STUCK, LYING, HELD)}
 """What a program has imported when it ends its first round. Each has a function ``main`` without arguments."""
 MAX_REQUEST_BYTES = 1 << 20
 PR_SET_CHILD_SUBREAPER = 36

@@ -1,4 +1,4 @@
-"""Real hosts that serve a tiny model in two stages, and what one process computes with it."""
+"""Real hosts that serve a tiny model in stages, and what one process computes with it."""
 
 import subprocess
 from contextlib import ExitStack
@@ -21,9 +21,9 @@ CONTEXT = 1024
 
 
 class Hosts:
-    """A bootstrap peer of a swarm whose model is cut in two, and peers that serve it."""
+    """A bootstrap peer of a swarm whose model is cut in two or more stages, and peers that serve it."""
 
-    def __init__(self, directory: Path, stack: ExitStack, **training: object) -> None:
+    def __init__(self, directory: Path, stack: ExitStack, num_stages: int = 2, **training: object) -> None:
         self.directory = directory
         self._stack = stack
         text = directory / "text"
@@ -32,7 +32,7 @@ class Hosts:
         settings = set_options(
             name="tiny", model={**TINY, "layers": 4, "context": CONTEXT}, data={"source": f"path:{text}"},
             averaging=QUICK, training={"every": 1, "global_batch": 4, "local_batch": 2, **training},
-            pipeline={"stages": 2},
+            pipeline={"stages": num_stages},
         )  # fmt: skip
         self.link = stack.enter_context(seeding(init(directory / "swarm", *settings))).link
 
@@ -60,10 +60,10 @@ class Hosts:
             )
         )
 
-    def start_all(self, *stages: int) -> dict[str, subprocess.Popen[bytes]]:
+    def start_all(self, *stages: int, program: str = COMMAND) -> dict[str, subprocess.Popen[bytes]]:
         """Start a host for each of these stages, called ``host0`` and so on, and wait until all serve."""
         found = {
-            f"host{number}": self.start(f"host{number}", "--role", "stage", "--stage", str(stage))
+            f"host{number}": self.start(f"host{number}", "--role", "stage", "--stage", str(stage), program=program)
             for number, stage in enumerate(stages)
         }
         for name in found:
