@@ -27,6 +27,7 @@ from benchmarks.findings import Finding, Section
 from benchmarks.findings import run as run_parts
 from benchmarks.harness import Measured, alternate, arguments, paired
 from benchmarks.serving_batches import beside_prompts
+from benchmarks.serving_chain import direct_tokens, long_prompts
 from benchmarks.serving_draft import drafting
 from benchmarks.serving_hosts import decoding_on_hosts, failover, prefixes
 from benchmarks.serving_speculation import speculation
@@ -268,6 +269,8 @@ def main() -> int:
         "beside-training": partial(beside_training, SPEC, 1 if options.quick else 5, 60 if options.quick else 150),
         "hosts": lambda: decoding_on_hosts(SPEC, timed(Plain(model()[1])), 30 if options.quick else 100),
         "prefixes": partial(prefixes, SPEC, 3 if options.quick else 10),
+        "direct-tokens": partial(direct_tokens, SPEC, 1 if options.quick else 3),
+        "long-prompts": partial(long_prompts, SPEC, 1 if options.quick else 3),
         "speculation": partial(speculation, SPEC, options.threads, 1 if options.quick else 3),
         "failover": partial(failover, SPEC, (100,) if options.quick else (100, 1500)),
     }

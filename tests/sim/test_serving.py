@@ -59,6 +59,14 @@ async def test_a_long_prompt_goes_through_in_chunks(swarm: ServingSwarm, client:
     assert await client.ask(LONG_PROMPT, 3) == (golden(LONG_PROMPT, 3, 3), 0)
 
 
+@served(1, 1, 1, 1, serve_seconds=0.0, row_seconds=0.001, model=LinkModel(latency_seconds=(0.001, 0.001)))
+async def test_all_stages_compute_a_long_prompt_at_the_same_time(swarm: ServingSwarm, client: Any) -> None:
+    start = asyncio.get_running_loop().time()
+    await client.ask(LONG_PROMPT, 1)
+    one_stage = 0.001 * len(LONG_PROMPT)
+    assert asyncio.get_running_loop().time() - start < 1.5 * one_stage
+
+
 @pytest.mark.fault(30)
 @pytest.mark.parametrize("fault", ["crash", "stall"])
 @pytest.mark.parametrize("victim", [0, 1, 2])

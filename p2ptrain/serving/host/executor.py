@@ -56,7 +56,8 @@ class Executor:
         num_drawn: Tokens drawn since the start.
     """
 
-    def __init__(self, runtime: Runtime, number: int) -> None:
+    def __init__(self, runtime: Runtime, number: int, num_later: int = 0) -> None:
+        """``number`` is the stage's, and ``num_later`` that of stages after it."""
         self.stages: dict[Key, ExactStage] = {}
         self.sessions: dict[bytes, HostSession] = {}
         self.store: PageStore | None = None
@@ -64,7 +65,7 @@ class Executor:
         self.costs = Costs()
         self.num_drawn = 0
         self._runtime = runtime
-        self._number = number
+        self._number, self._num_later = number, num_later
         self._work = asyncio.Event()
         self._busy: set[HostSession] = set()
         self._rested = asyncio.Event()
@@ -111,7 +112,7 @@ class Executor:
         key = min(found, key=lambda each: min(waiting.since for _, waiting in found[each]))
         decoded_at = [session.decoded_at for session in self.sessions.values() if not session.is_shadow]
         now = asyncio.get_running_loop().time()
-        chosen = next_batch([waiting for _, waiting in found[key]], self.costs, decoded_at, now)
+        chosen = next_batch([waiting for _, waiting in found[key]], self.costs, decoded_at, now, self._num_later)
         return key, [_share(found[key][index][0], rows) for index, rows in chosen]
 
     async def _compute(self, key: Key, shares: Sequence[Share]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -9,7 +10,7 @@ MAX_DECODE_ROWS = 64
 MAX_PROMPT_ROWS = 64
 """Prompts' rows of a batch while sessions decode, at most."""
 ALONE_ROWS = 256
-"""Rows of a batch while nobody decodes."""
+"""Rows of a batch while nobody decodes, at most; > `MAX_PROMPT_ROWS`."""
 FIRST_ROWS = 8
 """Prompts' rows of a batch while sessions decode and no cost of a row is known."""
 TARGET_STEPS = 1.6
@@ -68,9 +69,24 @@ class Costs:
         spare = (TARGET_STEPS - 1) * (self.base + self.row * decoding)
         return MAX_PROMPT_ROWS if self.row * MAX_PROMPT_ROWS <= spare else max(1, int(spare / self.row))
 
+    def rows_alone(self, waiting: int, num_later: int) -> int:
+        """Return the rows of a batch while nobody decodes, with which ``num_later`` later stages end soonest.
+
+        ``n`` waiting rows take ``n / r + num_later`` batches of ``base + row * r``: least at
+        ``r * r = n * base / (num_later * row)``.
+        """
+        if not num_later or self.row == 0.0:
+            return ALONE_ROWS
+        best = math.sqrt(waiting * self.base / (num_later * self.row)) if self.row else 0.0
+        return min(max(MAX_PROMPT_ROWS, int(best)), ALONE_ROWS)
+
 
 def next_batch(
-    waiting: Sequence[Waiting], costs: Costs, decoded_at: Iterable[float] = (), now: float = 0.0
+    waiting: Sequence[Waiting],
+    costs: Costs,
+    decoded_at: Iterable[float] = (),
+    now: float = 0.0,
+    num_later: int = 0,
 ) -> list[tuple[int, int]]:
     """Return the sessions of the next batch, by index, each with the number of its rows.
 
@@ -79,6 +95,7 @@ def next_batch(
 
     Args:
         decoded_at: When each session decoded last, also those that do not wait.
+        num_later: Stages after this one, which wait for its output.
     """
     order = sorted(range(len(waiting)), key=lambda index: waiting[index].since)
     served = [index for index in order if not waiting[index].is_shadow]
@@ -91,7 +108,9 @@ def next_batch(
             batch.append((index, min(waiting[index].rows, left)))
             left -= batch[-1][1]
     num_decoding = max(MAX_DECODE_ROWS - left, min(num_recent, MAX_DECODE_ROWS))
-    room = costs.prompt_rows(num_decoding) if decoding or num_recent else ALONE_ROWS
+    room = costs.prompt_rows(num_decoding)
+    if not decoding and not num_recent:
+        room = costs.rows_alone(sum(waiting[index].rows for index in served), num_later)
     if not served and order:
         return [(order[0], min(waiting[order[0]].rows, room, MAX_PROMPT_ROWS))]  # A short batch: others may come.
     for index in served:

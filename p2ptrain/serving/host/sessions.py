@@ -87,7 +87,7 @@ class SessionBook:
         A session that the pool cannot hold exceeds the offer's context.
         """
         self.meter = Meter()
-        self.executor = Executor(rpc.runtime, offer.number)
+        self.executor = Executor(rpc.runtime, offer.number, offer.num_stages - 1 - offer.number)
         self.open = self.executor.sessions
         self._rpc = rpc
         self._signer = signer

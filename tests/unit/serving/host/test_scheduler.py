@@ -112,6 +112,25 @@ def test_a_session_counts_as_decoding_while_its_next_token_may_be_on_its_way(is_
     assert alone == (MAX_PROMPT_ROWS if is_shadow else ALONE_ROWS)
 
 
+@given(st.floats(0.001, 1), st.floats(0.0001, 0.1), st.integers(1, 2000), st.integers(1, 9))
+def test_a_prompt_s_batches_let_the_last_stage_end_soonest(base: float, row: float, number: int, later: int) -> None:
+    """No other number of rows would, of those that a batch may have."""
+    ((_, rows),) = next_batch([Waiting(number, True, 0.0)], measured(base, row), (), 0.0, later)
+
+    def seconds(rows: int) -> float:
+        return (number / rows + later) * (base + row * rows)
+
+    least = min(map(seconds, range(MAX_PROMPT_ROWS, ALONE_ROWS + 1)))
+    assert rows == number or seconds(rows) <= 1.001 * least
+    assert rows >= min(number, MAX_PROMPT_ROWS)
+
+
+def test_a_prompt_s_first_batches_are_short_where_later_stages_wait() -> None:
+    prompt = [Waiting(1000, True, 0.0)]
+    assert next_batch(prompt, Costs(), (), 0.0, 3) == [(0, MAX_PROMPT_ROWS)]
+    assert next_batch(prompt, Costs()) == [(0, ALONE_ROWS)]
+
+
 @given(st.lists(st.integers(1, 400), min_size=1, max_size=100), st.integers(0, 100))
 def test_all_that_wait_are_computed_in_the_end(prompts: list[int], decoding: int) -> None:
     """Sessions that decode for ever starve neither each other nor any prompt."""
