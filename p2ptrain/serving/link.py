@@ -17,10 +17,10 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 
-from p2ptrain.errors import DeadlineError, PeerError, ProtocolError, TemporaryError
+from p2ptrain.errors import DeadlineError, PeerError, PeerRefusedError, ProtocolError, TemporaryError
 from p2ptrain.models.exact import PAGE
 from p2ptrain.network.rpc.channel import Channel
-from p2ptrain.network.rpc.endpoint import Rpc
+from p2ptrain.network.rpc.endpoint import TOO_MANY_STREAMS, Rpc
 from p2ptrain.serving.journal import Journal
 from p2ptrain.serving.messages import (
     CLOCK_SECONDS,
@@ -235,7 +235,7 @@ class StageLink:
     async def _supply(self, host: str, request: Open, patience: float) -> None:
         """Open the session at a host or shadow, and send it rows until `close`."""
         async with self._open(host, request, patience) as channel, Tasks() as tasks:
-            cached = await _opened(channel, patience)
+            cached = await self._opened(channel, patience)
             start = min(cached, self._journal.known)  # The host may know that later rows here are wrong drafts.
             now = asyncio.get_running_loop().time()
             supply = _Supply(start, request.is_shadow, start, len(self._journal.trims), now)
@@ -248,6 +248,22 @@ class StageLink:
             await asyncio.wait({hearing, sending}, return_when=asyncio.FIRST_COMPLETED)
             await (hearing if hearing.done() else sending)
             await asyncio.wait({hearing}, timeout=CLOSE_SECONDS)  # The host ends the channel.
+
+    async def _opened(self, channel: Channel, seconds: float) -> int:
+        """Return the position up to which a host has rows; raise `StageFailedError` if it declines."""
+        try:
+            message = await channel.receive(FromHost, seconds)
+        except PeerRefusedError as refused:
+            if not refused.reason.startswith(TOO_MANY_STREAMS):
+                raise
+            raise StageFailedError(self.stage, Cause.FULL, refused.reason, RETRY_SECONDS) from refused
+        match message:
+            case Opened(cached):
+                return cached
+            case Failed() as failed:
+                raise _error(failed)
+            case other:
+                raise ProtocolError(channel.remote, f"a {type(other).__name__} before its answer")
 
     async def _send(self, channel: Channel, supply: _Supply) -> None:
         """Send rows as they come, within the window, and `Close` at the end. A shadow gets no drafts."""
@@ -289,17 +305,6 @@ class StageLink:
                     self._on_moved(stage, moved)
                 case Failed() as failed:
                     raise _error(failed)
-
-
-async def _opened(channel: Channel, seconds: float) -> int:
-    """Return the position up to which a host has rows; raise `StageFailedError` if it declines."""
-    match await channel.receive(FromHost, seconds):
-        case Opened(cached):
-            return cached
-        case Failed() as failed:
-            raise _error(failed)
-        case other:
-            raise ProtocolError(channel.remote, f"a {type(other).__name__} before its answer")
 
 
 def _error(failed: Failed) -> StageFailedError:

@@ -12,6 +12,7 @@ import torch
 
 from p2ptrain.errors import P2PTrainError, PeerRefusedError, ProtocolError
 from p2ptrain.models.exact import PAGE, ExactStage, NotFiniteError
+from p2ptrain.network.rpc import endpoint
 from p2ptrain.network.simulated import LinkModel, SimulatedNetwork, simulate
 from p2ptrain.serving.errors import (
     GenerationFailedError,
@@ -338,6 +339,29 @@ async def test_a_full_host_refuses_at_once_and_serves_when_pages_are_free(swarm:
         assert caught.value.retry_after > 0
         assert [token.id async for token in generation] == golden(PROMPT, 20, 1)
     assert (await client.ask(PROMPT, 3))[0] == golden(PROMPT, 3, 1)
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_all_of_many_answers_at_once_come_within_the_hosts_streams(num_stages: int) -> None:
+    """Each session takes two streams at a host of a one-stage model; of two clients at the first host's next one."""
+
+    async def main(swarm: ServingSwarm, client: Any) -> list[list[int]]:
+        other = await swarm.start_client("other")
+        asking = [each.peer.spawn(each.ask(PROMPT, 12)) for each in (client, other) for _ in range(70)]
+        answers = await asyncio.gather(*asking)
+        await other.rpc.close()
+        await other.peer.close()
+        return [tokens for tokens, _ in answers]
+
+    assert serve(main, *[1] * num_stages, num_pages=512) == [golden(PROMPT, 12, num_stages)] * 140
+
+
+@served(1, wait_seconds=0.0)
+async def test_a_client_without_a_free_stream_is_told_to_ask_again_later(swarm: ServingSwarm, client: Any) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(endpoint, "MAX_INBOUND_STREAMS_PER_PEER", 0)
+        with pytest.raises(OverloadedError, match="too many streams"):
+            await client.ask(PROMPT, 3)
 
 
 def test_a_session_beyond_a_hosts_memory_is_refused_and_evicts_nothing() -> None:

@@ -1,5 +1,6 @@
 """Generation on real hosts: exact tokens also when hosts fail, the commands, and serving beside training."""
 
+import asyncio
 import os
 import re
 import signal
@@ -29,6 +30,7 @@ from p2ptrain.network.link import SwarmLink
 from p2ptrain.node.serving.client import SwarmModel
 from p2ptrain.node.serving.thread import ModelThread
 from p2ptrain.runtime import TRAINING_NICENESS
+from p2ptrain.serving.host.sessions import MAX_SESSIONS_PER_CALLER
 from p2ptrain.serving.http.serve import serving_http
 from p2ptrain.serving.sampling import Sampling
 from tests.support.generators import TEMPLATE
@@ -257,6 +259,60 @@ def test_the_commands_answer_with_the_tokens_of_one_process(hosts: Hosts) -> Non
         assert httpx.get(f"{url}/../health", timeout=60).json() == {"status": "ok"}
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0
+
+
+def test_of_a_hundred_clients_at_once_each_is_answered_or_refused_and_no_page_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hosts take 64 sessions of one server. Their last stage waits until all others have been refused."""
+    held = tmp_path / "held"
+    monkeypatch.setenv("HELD", str(held))
+    prompts = [f"{number} " + PROMPT * 18 for number in range(100)]
+
+    async def ask(url: str) -> list[Any]:
+        async with httpx.AsyncClient(timeout=PATIENCE_SECONDS, limits=httpx.Limits(max_connections=None)) as client:
+
+            async def post(prompt: str) -> httpx.Response:
+                body = {"model": "tiny", "prompt": prompt, "max_tokens": 8, "temperature": 0, "return_token_ids": True}
+                return await client.post(f"{url}/completions", json=body)
+
+            async def is_served() -> bool:
+                return (await post(PROMPT)).status_code == 200
+
+            await eventually(is_served)
+            held.write_text("last")
+            asking = [asyncio.create_task(post(prompt)) for prompt in prompts]
+
+            async def are_refused() -> bool:
+                return sum(each.done() for each in asking) >= 100 - MAX_SESSIONS_PER_CALLER
+
+            await eventually(are_refused)
+            for each in [each for each in asking if not each.done()][:10]:
+                each.cancel()
+            held.unlink()
+            return await asyncio.gather(*asking, return_exceptions=True)
+
+    with nothing_left_behind(), ExitStack() as stack:
+        hosts = Hosts(tmp_path / "swarm", stack)
+        hosts.start_all(0, 1, program=HELD)
+        log = hosts.directory / "serve.log"
+        options = ["--port", "0", "--wait", "0", "--audit-share", "0"]
+        with background_command(log, "serve", hosts.link, *options), ModelThread(SwarmLink.parse(hosts.link)) as thread:
+            wait_until(lambda: "API: http" in log.read_text(), PATIENCE_SECONDS)
+            replies = asyncio.run(ask(log.read_text().partition("API: ")[2].split()[0]))
+            answered = 0
+            for prompt, reply in zip(prompts, replies, strict=True):
+                if isinstance(reply, asyncio.CancelledError):
+                    continue
+                if reply.status_code == 200:
+                    answered += 1
+                    assert reply.json()["choices"][0]["token_ids"] == golden(8, Sampling(temperature=0.0), prompt)
+                else:
+                    assert reply.status_code == 429, reply.text
+                    assert int(reply.headers["retry-after"]) >= 1
+            assert answered == MAX_SESSIONS_PER_CALLER - 10
+            wait_until(lambda: [host.served.sessions for host in thread.model.hosts()] == [0, 0])
+            assert all(host.served.free_pages == host.served.pages for host in thread.model.hosts())
 
 
 def test_a_draft_of_the_served_model_changes_no_answer(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:

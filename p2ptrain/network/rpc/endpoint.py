@@ -64,7 +64,7 @@ PROTOCOL = "/p2ptrain/rpc"
 MAX_HEADER_BYTES = 1024
 MAX_INBOUND_STREAMS = 1024
 """Streams served at once, in total."""
-MAX_INBOUND_STREAMS_PER_PEER = 64
+MAX_INBOUND_STREAMS_PER_PEER = 192
 HEADER_SECONDS = 10.0
 """Timeout for a new stream to deliver its header and request."""
 REFUSAL_SECONDS = 2.0
@@ -80,6 +80,8 @@ OTHER_PROTOCOL = "protocol "
 """Start of the refusal of another protocol version; the version follows."""
 OTHER_SWARM = "another swarm"
 """Start of the refusal of a peer with another manifest."""
+TOO_MANY_STREAMS = "too many streams"
+"""Start of the refusal of one more stream."""
 NOT_SERVED = "is not served by this peer"
 """End of the refusal of an unknown name."""
 
@@ -380,9 +382,9 @@ class Rpc:
         if self._closed:
             raise _RefusalError("closing", "this peer is leaving")
         if self.inbound[peer] >= MAX_INBOUND_STREAMS_PER_PEER:
-            raise _RefusalError("too many streams", "too many streams from this peer: close some first")
+            raise _RefusalError(TOO_MANY_STREAMS, f"{TOO_MANY_STREAMS} from this peer: close some first")
         if len(self._inbound_tasks) >= MAX_INBOUND_STREAMS:
-            raise _RefusalError("busy", "too many streams: try again later")
+            raise _RefusalError("busy", f"{TOO_MANY_STREAMS}: try again later")
 
     async def _read_header(self, stream: Stream) -> tuple[_Service, Any]:
         peer = stream.remote

@@ -33,7 +33,8 @@ COMPILE_SECONDS = 1.0
 LOOK_SECONDS = 5.0
 """Interval of looks for sessions that are overdue."""
 MAX_SESSIONS = 1024
-MAX_SESSIONS_PER_CLIENT = 64
+MAX_SESSIONS_PER_CALLER = 64
+"""Sessions of one client, or from one host: each takes up to two of a peer's `MAX_INBOUND_STREAMS_PER_PEER` streams."""
 FULL_RETRY_SECONDS = 1.0
 WAITING_SECONDS = 4.0
 """Time for which a refused client counts as waiting; > the longest pause before it asks again."""
@@ -121,8 +122,10 @@ class SessionBook:
         if any(id >= stage.vocabulary for id, _ in ticket.sampling.logit_bias):
             raise self._declined(Cause.BROKEN, f"logit_bias names a token beyond the vocabulary of {stage.vocabulary}")
         matcher = await self._matcher(ticket)
-        own = sum(each.ticket.client == ticket.client for each in self.open.values())
-        if len(self.open) >= MAX_SESSIONS or own >= MAX_SESSIONS_PER_CLIENT:
+        own = 0
+        for each in self.open.values():
+            own += each.ticket.client == ticket.client or (each.channel is not None and each.channel.remote == caller)
+        if len(self.open) >= MAX_SESSIONS or own >= MAX_SESSIONS_PER_CALLER:
             raise self._declined(Cause.FULL, f"{len(self.open)} sessions are open", FULL_RETRY_SECONDS)
         try:
             self._check_share(request)
