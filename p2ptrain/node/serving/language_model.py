@@ -53,9 +53,10 @@ class Settings(TypedDict, total=False):
 
 
 class Output(CausalLMOutput):
-    """The output of `LanguageModel.forward`, which always has logits."""
+    """The output of `LanguageModel.forward`, which always has logits, and the states if they were asked for."""
 
     logits: torch.Tensor
+    hidden_states: tuple[torch.Tensor, ...]
 
 
 class LanguageModel:
