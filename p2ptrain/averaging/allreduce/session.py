@@ -332,6 +332,8 @@ class AllReduceSession:
         faults = self.verifier.faults
         blamed = {m.peer: Blame(m.peer, Trouble.LATE, m.lost) for m in self.others if m.is_silent} if failure else {}
         accuser = failure.accuser if failure else ""
+        accused = self.members[self.attempt.roster.index_of(accuser)].blames if accuser else None
+        excuses = self.ids(self.members[index] for index in accused or ())
         for peer in failure.suspects if failure else ():
             member = self.members[self.attempt.roster.index_of(peer)]
             trouble = Trouble.BROKE
@@ -341,10 +343,8 @@ class AllReduceSession:
                 trouble = Trouble.SLOW if failure.as_owners else Trouble.LATE
             elif member.was_cut_short:
                 trouble = Trouble.LATE
-            blamed[peer] = Blame(peer, trouble, str(failure), (accuser,) if accuser else ())
+            blamed[peer] = Blame(peer, trouble, str(failure), excuses if peer == accuser else (accuser,))
         if accuser and accuser not in blamed:
-            accused = self.members[self.attempt.roster.index_of(accuser)].blames or ()
-            excuses = self.ids(self.members[index] for index in accused)
             blamed[accuser] = Blame(accuser, Trouble.ACCUSED, str(failure), excuses)
         refusals = [owner.refused_us for owner in self.owners if owner.refused_us]
         most_refused = 2 * len(refusals) > len(self.owners)

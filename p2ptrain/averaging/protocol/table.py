@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from statistics import median_high
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 from msgspec import Meta
@@ -187,10 +188,15 @@ class Table:
     def order(self, peer: str, lineage: bytes, level: int = 0, cell: int = 0) -> tuple[int, bytes]:
         """Return a peer's sort key among the leaders of a group in the round after ``lineage``; the smallest leads.
 
-        Who missed its turn comes after the others. Among alike ones `rank` decides.
+        Who missed more turns than the median of them comes after the others. Among alike ones `rank` decides, so no
+        member leads all rounds because the others missed a turn: some may not reach it.
         """
         row = self.row_of(peer)
-        return row.misses if row else 0, rank(peer, lineage, level, cell)
+        return max(0, row.misses - self._usual_misses) if row else 0, rank(peer, lineage, level, cell)
+
+    @cached_property
+    def _usual_misses(self) -> int:
+        return median_high(row.misses for row in self.rows if row.peer in self.leading) if self.leading else 0
 
     @cached_property
     def num_awake(self) -> int:

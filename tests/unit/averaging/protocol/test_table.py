@@ -626,6 +626,18 @@ def test_a_member_that_leads_again_has_missed_nothing_and_all_lead_in_turn() -> 
     assert min(turns[peer] for peer in "abcd") > EPOCH_ROUNDS // 2
 
 
+def test_no_member_leads_all_rounds_because_the_others_missed_a_turn() -> None:
+    """Some may not reach it, and a member that breaks the others' attempts would be the only leader."""
+    table, round_ = voters("abcd"), 1
+    while not all(row(table, peer).misses for peer in "bcd"):
+        table, round_ = led(table, round_, "bcd"), round_ + 1
+    misses = {peer: row(table, peer).misses for peer in "abcd"}
+    assert misses["a"] == 0
+    turns = Counter(first_of(table, later) for later in range(round_, round_ + 200))
+    usual = sorted(misses.values())[2]
+    assert turns.keys() == {peer for peer in "abcd" if misses[peer] <= usual}
+
+
 @pytest.mark.parametrize("change", [
     {"is_reduced": True}, {"levels": 2, "level": 1}, {"leader": "stranger"}, {"leader": ""},
 ])  # fmt: skip
