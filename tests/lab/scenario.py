@@ -264,7 +264,9 @@ class Verdict:
         Beside faults, nobody can tell what slowed a round: then all rounds count.
         """
         is_attack, undisturbed = self.scenario.attackers and not self.scenario.faults, self.undisturbed
-        known = [self.attacked_at, *self.slow][: 1 + KNOWN_ROUNDS][-1] if is_attack else 0.0
+        # Of a few rounds at the end, one more or less is much.
+        known = [self.attacked_at, *(end for end in self.slow[:KNOWN_ROUNDS] if end <= 2 / 3 * self.run.seconds)][-1]
+        known = known if is_attack else 0.0
         usual = undisturbed.rounds_per_minute()
         return self.run.rounds_per_minute(known) / usual if usual and known < self.run.seconds else 0.0
 

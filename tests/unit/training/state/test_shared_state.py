@@ -36,7 +36,7 @@ def _advance(state: SharedState) -> Head:
     state.apply(torch.full((NUM_VALUES,), 0.5), 0)
     root = state.tree().root
     head = state.head
-    state.head = replace(head, round=head.round + 1, lineage=bytes([head.round + 1] * 32), digest=root)
+    state.head = replace(head, round=head.round + 1, lineage=(head.round + 1).to_bytes(32), digest=root)
     return state.head
 
 
