@@ -1,14 +1,17 @@
 """Rounds in which a part of the sites is drawn: the others follow and vote, and nobody waits for them."""
 
 import asyncio
+from collections import Counter
 from typing import Any
 
 import pytest
 
+from p2ptrain.averaging.grouping.messages import PASS, Ahead, Pass
 from p2ptrain.averaging.protocol.certificate import Certificate, Head
 from p2ptrain.manifest import MASKED_DEFAULTS, AdmissionSpec, PrivateSpec, SecureAggregationSpec
 from p2ptrain.network.simulated import SimulatedNetwork
 from p2ptrain.network.simulated.network import SimulatedSigner
+from p2ptrain.training.sync.synchronizer import SIT_OUT_SECONDS
 from tests.support.coroutines import simulated
 from tests.support.signers import NamedSigner
 from tests.support.sim.product_peers import Begin, ProductSwarm
@@ -111,5 +114,27 @@ async def test_a_site_that_comes_back_sits_out_as_the_others_do(network: Simulat
     await asyncio.sleep(4.0)
     rounds.swarm.start("site1", 14, data=rounds.swarm.folder / "site1.txt")
     await rounds.swarm.end()
+    assert len(rounds.swarm.heads()) == 1
+    rounds.check()
+
+
+@simulated(seed=7)
+async def test_a_peer_that_says_that_it_is_ahead_and_is_not_is_asked_again_after_a_pause(
+    network: SimulatedNetwork, begin: Begin
+) -> None:
+    rounds, asked = Rounds(begin, network), Counter[tuple[str, bytes]]()
+    rounds.start(8)
+    await rounds.swarm.until(lambda: all(rounds.swarm.round(name) >= 2 for name in SITES), 120.0)
+    for name in SITES[:3]:
+        rpc = rounds.swarm.sync(name).replica.context.rpc
+
+        async def lie(peer: str, request: Pass) -> Ahead:
+            asked[peer, request.head.lineage] += 1
+            return Ahead(is_ahead=True)
+
+        rpc.serve(PASS, Pass, lie)
+    began = network.loop.time()
+    await rounds.swarm.end()
+    assert 0 < max(asked.values()) <= (network.loop.time() - began) / SIT_OUT_SECONDS
     assert len(rounds.swarm.heads()) == 1
     rounds.check()

@@ -295,10 +295,13 @@ class Synchronizer:
         """Follow the others for a while if this peer is not drawn for the round in progress; return False if it is."""
         if not self._sits_out():
             return False
+        before = self.head
         if source := await self.averager.matchmaker.standby.sit_out(SIT_OUT_SECONDS):
             await self.catch_up.follow(source, work)
-        else:
-            await self.follow_swarm(work)
+            if self.head != before:
+                return True
+            await asyncio.sleep(SIT_OUT_SECONDS)  # The peer is not ahead, whatever it says.
+        await self.follow_swarm(work)
         return True
 
     # --- catching up
