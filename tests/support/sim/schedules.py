@@ -39,7 +39,7 @@ CODECS = ("fp32", "fp16", "bf16", "int8", "int4", "topk")
 RULES = ("mean", "norm_clip", "centered_clip", "trimmed", "median")
 LOSSES = (0.0, 0.0, 0.01, 0.05, 0.2)
 SLOWDOWN = 10.0
-SLOW_BYTES_PER_SECOND = 1_000.0
+SLOW_BYTES_PER_SECOND = 4_000.0
 """Times the number of peers that may be there in the end: a round's messages take seconds on such a link."""
 MOST_JOINERS = 3
 RECOVERY_SECONDS = 300.0
