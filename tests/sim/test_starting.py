@@ -44,6 +44,6 @@ async def test_a_swarm_below_its_minimum_goes_on_soon_after_the_missing_peer_is_
         stands_at = max(trainer.sync.head.round for trainer in swarm.alive)
         swarm.restart(name, generator.choice((0.1, 0.5)))
         # Two rounds without waiting for one matchmaking deadline: those that waited meet the one that came.
-        enough = manifest.averaging.matchmaking_seconds * 0.9
+        enough = manifest.averaging.matchmaking_seconds
         await swarm.until(lambda reached=stands_at + 2: swarm.in_agreement(reached), enough, "all go on")  # type: ignore[misc]
     assert swarm.ledger.forked_rounds == []

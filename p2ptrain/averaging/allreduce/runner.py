@@ -191,6 +191,7 @@ class AttemptRunner:
                     self._membership.broke_with(blame.peer, blame.reason, leader)
                 case Trouble.ACCUSED:
                     self._membership.broke_with(blame.peer, blame.reason, *blame.excuses or (leader,))
+                    self._membership.answered(blame.peer)  # It lives: rounds wait for it.
 
     def _judge(self, result: SessionResult, certificate: Certificate | None) -> None:
         """Record the members that completed the round, and those whose contributions were refused."""
