@@ -9,9 +9,12 @@ import stat
 import subprocess
 import sys
 import textwrap
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import uvloop
 
 from p2ptrain.errors import PeerLostError, PeerUnreachableError, ResourceError, TemporaryError
 from p2ptrain.network.identity import Identity
@@ -214,3 +217,21 @@ def test_a_daemon_ends_with_its_owner_although_a_library_took_the_handler_of_sig
     command = [sys.executable, "-c", textwrap.dedent(script)]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     assert (ended.stdout, ended.returncode) == ("ended\n", 0), ended.stderr
+
+
+def test_several_event_loops_of_a_process_start_daemons_at_once() -> None:
+    """Peers of a script run in threads of their own; uvloop refuses to start two processes at once."""
+    ready = threading.Barrier(6)
+
+    async def start_one() -> None:
+        ready.wait(60)
+        async with loopback_transport():
+            pass
+
+    def run() -> None:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(start_one())
+
+    with ThreadPoolExecutor(6) as pool:
+        for each in [pool.submit(run) for _ in range(6)]:
+            each.result()

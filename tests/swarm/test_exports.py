@@ -4,7 +4,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +92,7 @@ def test_a_script_s_module_is_exported_with_all_that_the_sites_told(
     manifest = Manifest.model_validate({**made, **PRIVATE, "private": private})
     (tmp_path / "policy.toml").write_text(POLICY)
     folders = [tmp_path / name for name in ("open", "second", "silent")]
-    together, started, links = threading.Barrier(SITES), threading.Event(), list[str]()
+    together, started, links, swarms = threading.Barrier(SITES), threading.Event(), list[str](), list[Swarm]()
 
     def train(number: int) -> Trained:
         rules = tmp_path / "policy.toml" if number == 2 else None
@@ -101,6 +101,7 @@ def test_a_script_s_module_is_exported_with_all_that_the_sites_told(
             if number == 0
             else Swarm.join(links[0], run_dir=folders[number], listen=LOOPBACK, policy=rules)
         ) as swarm:
+            swarms.append(swarm)
             if number == 0:
                 links.append(swarm.link)
                 started.set()
@@ -109,7 +110,11 @@ def test_a_script_s_module_is_exported_with_all_that_the_sites_told(
     with nothing_left_behind(), ThreadPoolExecutor(SITES) as pool:
         first = pool.submit(train, 0)
         assert started.wait(60)
-        sites = [each.result() for each in [first, *(pool.submit(train, number) for number in (1, 2))]]
+        trained = [first, *(pool.submit(train, number) for number in (1, 2))]
+        if failed := [each for each in wait(trained, return_when=FIRST_EXCEPTION).done if each.exception()]:
+            for swarm in swarms:  # Without one site, the others wait for ever.
+                swarm.close()
+        sites = [each.result() for each in (*failed, *trained)][-SITES:]
     cards = [export(folder) for folder in folders]
     for site, folder, card in zip(sites, folders, cards, strict=True):
         monkeypatch.chdir(folder.with_suffix(".model"))

@@ -23,8 +23,9 @@ import re
 import shutil
 import socket
 import tempfile
+import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
 from p2ptrain.errors import ResourceError
@@ -37,6 +38,8 @@ logger = logging.getLogger(__name__)
 IDLE_SECONDS = 30
 ASK_SECONDS = 0.5
 """Interval between polls of the daemon's exit status, in case asyncio misses SIGCHLD."""
+SPAWN_PAUSE_SECONDS = 0.01
+_spawning = threading.Lock()
 START_ATTEMPTS = 3
 KEY_SOURCE = "/proc/self/fd/0"
 
@@ -167,15 +170,16 @@ class Daemon:
         log, process = _Output(), None
         key_pipe = _pipe_with(key)
         try:
-            process = await asyncio.create_subprocess_exec(
-                *command,
-                stdin=key_pipe,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.STDOUT,
-                env={**os.environ, **settings.daemon_environment()},
-                limit=1 << 16,
-                start_new_session=True,  # Ctrl-C must not reach the daemon, which the peer needs to drain
-            )
+            async with _alone():
+                process = await asyncio.create_subprocess_exec(
+                    *command,
+                    stdin=key_pipe,
+                    stdout=asyncio.subprocess.PIPE,
+                    stderr=asyncio.subprocess.STDOUT,
+                    env={**os.environ, **settings.daemon_environment()},
+                    limit=1 << 16,
+                    start_new_session=True,  # Ctrl-C must not reach the daemon, which the peer needs to drain
+                )
             assert process.stdout is not None
             log.follow(process.stdout)
             await asyncio.to_thread(share_niceness, process.pid)
@@ -219,6 +223,17 @@ class Daemon:
         await _end(self._process, self._log)
         await self._tasks.join()
         self._directory.remove()
+
+
+@contextlib.asynccontextmanager
+async def _alone() -> AsyncIterator[None]:
+    """Wait while another event loop of this process starts a daemon: uvloop starts one process at a time."""
+    while not _spawning.acquire(blocking=False):  # noqa: ASYNC110 (the other loop's thread cannot set an event of this one)
+        await asyncio.sleep(SPAWN_PAUSE_SECONDS)
+    try:
+        yield
+    finally:
+        _spawning.release()
 
 
 def _pipe_with(data: bytes) -> int:
