@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -85,6 +85,18 @@ class Member:
         """Loop time of its last message on either stream; one may be idle while data flow on the other."""
         channels = (each for each in (self.outgoing, self.incoming) if each is not None)
         return max((each.heartbeat.last_heard() for each in channels), default=-math.inf)
+
+
+def first_to_give_up(blames: Mapping[int, frozenset[int]]) -> int:
+    """Return a member that gave up for what it saw itself; the others name one that gave up before them.
+
+    Args:
+        blames: By index of each member that gave up, at least one: the members that it blames.
+    """
+    index, left = min(blames), set(blames)
+    while named := blames[index] & (left := left - {index}):
+        index = min(named)
+    return index
 
 
 class Liveness:

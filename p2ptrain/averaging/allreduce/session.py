@@ -30,7 +30,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from p2ptrain.averaging.allreduce.member import Liveness, Member
+from p2ptrain.averaging.allreduce.member import Liveness, Member, first_to_give_up
 from p2ptrain.averaging.allreduce.messages import GaveUp, Signatures
 from p2ptrain.averaging.allreduce.streams import IncomingStreams, OutgoingStream
 from p2ptrain.averaging.allreduce.variants import new_share, new_verifier
@@ -159,7 +159,6 @@ class AllReduceSession:
         self.tasks = Tasks(self.on_defect)
         self.liveness = Liveness(self)
         self._defect = ""
-        self._accuser = ""
         self._mask_closed_at: float | None = None
         self._exact_mean: ExactMean | None = None
         self.verifier = new_verifier(self, slow_checkers)
@@ -412,7 +411,6 @@ class AllReduceSession:
         """Record a member's `GaveUp`: whom it blames, and its complaints."""
         if not member.gave_up:
             self.verifier.note_complaints(message.complaints)
-            self._accuser = self._accuser or member.peer
         member.blames = frozenset(index for index in message.blamed if index < len(self.members))
         # It names only members that it needed. Another one, without a share, may have fallen silent, too.
         self.liveness.note_quiet()
@@ -445,13 +443,13 @@ class AllReduceSession:
         lost = [member for member in needed if member.lost]
         if lost:
             raise AttemptFailedError(f"{phase}: lost {lost[0].lost}", self.ids(lost))
-        blames = [member.blames for member in self.others if member.blames is not None]
+        blames = {member.index: member.blames for member in self.others if member.blames is not None}
         most_did = len(self.members) - len(blames) < self.attempt.roster.majority
         if most_did or (self.attempt.body is None and any(member.gave_up for member in needed)):
-            blamed = frozenset.union(*blames)
+            blamed = frozenset.union(*blames.values())
             late = [member for member in needed if member.index in blamed]
             why = f"{phase}: {'most others' if most_did else 'a member'} gave up"
-            raise LateError(why, self.ids(late), accuser=self._accuser)
+            raise LateError(why, self.ids(late), self.members[first_to_give_up(blames)].peer)
 
     async def wait_for(self, waiting: Collection[Member], until: float = math.inf) -> None:
         """Wait for a change; raise `LateError` after ``until``, in loop time, or the attempt's deadline."""
