@@ -83,7 +83,7 @@ def simulated(
 
 @contextlib.contextmanager
 def prompts_whole(num_rows: int) -> Iterator[None]:
-    """Have each host compute a prompt's rows in long batches, and send them once it has all."""
+    """Make each host compute a prompt's rows in long batches, and send them once it has all."""
     send = StageLink._send
 
     async def send_whole(link: StageLink, *arguments: Any) -> None:

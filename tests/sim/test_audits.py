@@ -20,7 +20,7 @@ PROMPT = [(7 * at) % 61 for at in range(200)]
 
 
 def lie(host: ServingPeer, does_lie: Callable[[], bool] = lambda: True) -> None:
-    """Let a host add to some of its outputs, or favour a token on the last stage."""
+    """Make a host add to some of its outputs, or favour a token on the last stage."""
     step, logits = host.stage.step, host.stage.logits
 
     def false_step(parts: Any, inputs: Any, store: Any) -> torch.Tensor:

@@ -199,7 +199,7 @@ async def test_a_lone_first_peer_waits_once_for_others_whose_records_are_there(
 
 
 async def show_two_rosters(evil: SimulatedTrainer, *halves: Sequence[SimulatedTrainer]) -> set[bytes]:
-    """Let a leader show each half of the others a roster of its own, and vote for both; the results certified then."""
+    """Make a leader show each half of the others its own roster, and vote for both; return the certified results."""
     honest, tickets, rosters = [each for half in halves for each in half], dict[str, Join](), list[Roster]()
     head = evil.sync.head
     ready = asyncio.Event()

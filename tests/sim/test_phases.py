@@ -32,7 +32,7 @@ def leads(swarm: SimulatedSwarm, trainer: SimulatedTrainer) -> bool:
 async def hit(
     swarm: SimulatedSwarm, phase: str, role: str, fault: Callable[[SimulatedTrainer], object]
 ) -> SimulatedTrainer:
-    """Let ``fault`` befall the first trainer of this role that enters the phase; return that trainer afterwards."""
+    """Apply ``fault`` to the first trainer of this role that enters the phase, and return that trainer."""
     found: list[SimulatedTrainer] = []
 
     def on_phase(who: SimulatedTrainer, entered: str, round_: int) -> None:
@@ -223,7 +223,7 @@ async def test_a_peer_that_never_joins_a_round_is_not_waited_for_and_the_reason_
 @pytest.mark.parametrize("phase", ["idle", *PHASES])
 @simulated(seed=40)
 async def test_a_cancelled_synchronization_leaves_the_state_whole(network: SimulatedNetwork, phase: str) -> None:
-    """What `Bridge.cancel` does, or an interrupt of the training thread."""
+    """`Bridge.cancel` cancels it so, and so does an interrupt of the training thread."""
     swarm = await start(network, 3)
     who = await hit(swarm, phase, "follower", lambda who: swarm.tasks[who.peer.name].cancel())
     await asyncio.gather(swarm.tasks[who.peer.name], return_exceptions=True)

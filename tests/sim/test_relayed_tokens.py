@@ -33,7 +33,7 @@ LONG_PROMPT = [(7 * at) % 61 for at in range(700)]
 
 
 def hide_last(swarm: ServingSwarm, *clients: SimulatedClient, from_first: bool = True) -> None:
-    """Let clients reach no host of the last stage; nor let that reach the first stage's with ``from_first``."""
+    """Part clients from the hosts of the last stage and, with ``from_first``, those from the first stage's."""
     first, last = ([each for each in swarm.hosts.values() if each.number == number] for number in
                    (0, swarm.num_stages - 1))  # fmt: skip
     for host in last:

@@ -1,4 +1,4 @@
-"""What peers report of their rounds, and of what they contributed, is what happened."""
+"""Peers report their rounds and contributions as they happened."""
 
 import pytest
 

@@ -87,7 +87,7 @@ class LoneSynchronizer:
 
 @dataclasses.dataclass
 class LonePeer:
-    """What `Swarm.optimizer` makes, without its network."""
+    """An optimizer as `Swarm.optimizer` makes it, without its network."""
 
     module: torch.nn.Module
     optimizer: SwarmOptimizer
@@ -141,7 +141,7 @@ class InlineBridge(Bridge):
 
 @dataclasses.dataclass
 class LoneOptimizer:
-    """What `lone_optimizer` makes, with the learning rate of each step that the wrapped optimizer took."""
+    """An optimizer as `lone_optimizer` makes it, with the learning rate of each step that the wrapped optimizer took."""
 
     module: torch.nn.Module
     optimizer: SwarmOptimizer

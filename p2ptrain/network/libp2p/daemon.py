@@ -39,6 +39,7 @@ IDLE_SECONDS = 30
 ASK_SECONDS = 0.5
 """Interval between polls of the daemon's exit status, in case asyncio misses SIGCHLD."""
 SPAWN_PAUSE_SECONDS = 0.01
+"""Interval between looks whether another event loop of this process has started its daemon."""
 _spawning = threading.Lock()
 START_ATTEMPTS = 3
 KEY_SOURCE = "/proc/self/fd/0"
@@ -170,20 +171,20 @@ class Daemon:
         log, process = _Output(), None
         key_pipe = _pipe_with(key)
         try:
-            async with _alone():
-                process = await asyncio.create_subprocess_exec(
-                    *command,
-                    stdin=key_pipe,
-                    stdout=asyncio.subprocess.PIPE,
-                    stderr=asyncio.subprocess.STDOUT,
-                    env={**os.environ, **settings.daemon_environment()},
-                    limit=1 << 16,
-                    start_new_session=True,  # Ctrl-C must not reach the daemon, which the peer needs to drain
-                )
-            assert process.stdout is not None
-            log.follow(process.stdout)
-            await asyncio.to_thread(share_niceness, process.pid)
             async with asyncio.timeout(settings.startup_timeout_seconds):
+                async with _alone():
+                    process = await asyncio.create_subprocess_exec(
+                        *command,
+                        stdin=key_pipe,
+                        stdout=asyncio.subprocess.PIPE,
+                        stderr=asyncio.subprocess.STDOUT,
+                        env={**os.environ, **settings.daemon_environment()},
+                        limit=1 << 16,
+                        start_new_session=True,  # Ctrl-C must not reach the daemon, which the peer needs to drain
+                    )
+                assert process.stdout is not None
+                log.follow(process.stdout)
+                await asyncio.to_thread(share_niceness, process.pid)
                 await log.ready.wait()
             if not log.is_up:
                 raise _StartFailed(log.last_words() or f"it ended with status {await _ended(process)}")

@@ -70,7 +70,7 @@ TRUTH = torch.linspace(-1.0, 1.0, WIDTH)
 
 @dataclass(frozen=True)
 class Options:
-    """What one worker does; JSON on its command line. Without a ``link`` it starts the swarm of ``manifest``.
+    """The task of one worker; JSON on its command line. Without a ``link`` it starts the swarm of ``manifest``.
 
     Attributes:
         seed: Of the samples that it draws.
@@ -181,7 +181,7 @@ class Orders:
 
 
 def follow_phases(orders: Orders, synchronizer: Synchronizer) -> None:
-    """Let faults happen in the middle of a round, and in the middle of serving state."""
+    """Tell the orders each phase of a round and of serving state, in which they make faults happen."""
     synchronizer.averager.phase_listeners = [orders.on_phase]
     read = SharedState.read
 
