@@ -141,7 +141,7 @@ class InlineBridge(Bridge):
 
 @dataclasses.dataclass
 class LoneOptimizer:
-    """An optimizer as `lone_optimizer` makes it, with the learning rate of each step that the wrapped optimizer took."""
+    """An optimizer as `lone_optimizer` makes it, with the learning rate of each step of the wrapped optimizer."""
 
     module: torch.nn.Module
     optimizer: SwarmOptimizer
