@@ -34,3 +34,8 @@ class Signer(ABC):
 def issuing_key(organizer: Signer) -> Ed25519PrivateKey:
     """Return the key with which an organizer signs invites and passes: Ed25519, for signatures of 64 bytes."""
     return Ed25519PrivateKey.from_private_bytes(organizer.derive(b"admission"))
+
+
+def seeds_issuing_key(organizer: Signer) -> Ed25519PrivateKey:
+    """Return the key with which the seeds of an organizer's swarms sign passes (``admission.peers_per_network``)."""
+    return Ed25519PrivateKey.from_private_bytes(organizer.derive(b"admission by seeds"))

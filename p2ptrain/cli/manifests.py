@@ -14,6 +14,7 @@ from p2ptrain.disk import replace_file
 from p2ptrain.errors import IncompatibleError, ManifestError, UsageError
 from p2ptrain.manifest import (
     INVITE_FILE,
+    ISSUER_FILE,
     PROTOCOL_VERSION,
     REVOCATIONS_FILE,
     Manifest,
@@ -24,6 +25,7 @@ from p2ptrain.manifest import (
 from p2ptrain.network.admission import Admission, Issuer, Revocations
 from p2ptrain.network.identity import IDENTITY_FILE, Identity
 from p2ptrain.network.schema import to_bytes
+from p2ptrain.signing import seeds_issuing_key
 
 if TYPE_CHECKING:
     from p2ptrain.signing import Signer
@@ -103,7 +105,7 @@ def public_paths(manifest: Manifest) -> list[str]:
 
 
 def sign_manifest(manifest: Manifest, organizer: Signer, path: Path, seed_dir: Path) -> SignedManifest:
-    """Sign a manifest into ``path``, and write the invite of its seed's link beside it.
+    """Sign a manifest into ``path``, and write what its seed lets others in with beside it: an invite, or a key.
 
     The peer whose run directory is ``seed_dir`` founds the swarm. If ``path`` holds the same manifest already, its
     founder stays, so that a seed that lost its key goes on with the same swarm.
@@ -120,6 +122,11 @@ def sign_manifest(manifest: Manifest, organizer: Signer, path: Path, seed_dir: P
         replace_file(invite, to_bytes(standing), mode=0o600)
     else:
         invite.unlink(missing_ok=True)
+    issuer = path.with_name(ISSUER_FILE)
+    if signed.manifest.admission.peers_per_network:
+        replace_file(issuer, seeds_issuing_key(organizer).private_bytes_raw(), mode=0o600)
+    else:
+        issuer.unlink(missing_ok=True)
     replace_file(path, signed.to_bytes())
     return signed
 

@@ -23,7 +23,7 @@ from p2ptrain.disk import replace_file
 from p2ptrain.errors import ManifestError
 from p2ptrain.hashing import canonical_bytes
 from p2ptrain.manifest.sections import Need, Section
-from p2ptrain.signing import Signer, issuing_key
+from p2ptrain.signing import Signer, issuing_key, seeds_issuing_key
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,9 @@ SIGNED_FILE = "manifest.bin"
 """File name of a signed manifest, beside an organizer's ``run.toml`` and in each peer's run directory."""
 INVITE_FILE = "invite.key"
 REVOCATIONS_FILE = "revoked.bin"
-"""File names, beside an organizer's manifest, of the invite of the seed's link, and of the list of revocations."""
+ISSUER_FILE = "issuer.key"
+"""File names, beside an organizer's manifest: the invite of the seed's link, the list of revocations, and the key with
+which seeds sign passes."""
 
 
 _SHARED = r"local:[\w.-]+|hub:[\w.-]+(/[\w.-]+)?(@[\w./-]+)?"
@@ -438,6 +440,7 @@ class AdmissionSpec(Section):
     needs: ClassVar[dict[str, Need]] = {
         "members": Need("mode", lambda mode: mode == "allowlist", 'mode = "allowlist"'),
         "puzzle_bits": Need("mode", lambda mode: mode == "open", 'mode = "open"'),
+        "peers_per_network": Need("mode", lambda mode: mode == "open", 'mode = "open"'),
     }
     mode: Literal["open", "invite", "allowlist"] = "invite"
     """``invite``: peers with an invite link, or a pass of their own; ``allowlist``: ``members``, and peers with a pass;
@@ -450,6 +453,9 @@ class AdmissionSpec(Section):
     """Peer ids."""
     puzzle_bits: int = Field(21, ge=0, le=32)
     """Difficulty of the puzzle, which each bit doubles: 21 take about a second of a core, once for each peer."""
+    peers_per_network: int = Field(0, ge=0, le=16384)
+    """Most peers of one network (the first 24 bits of an IPv4 address, 48 of IPv6) that a seed lets in within a week; 0
+    for no limit. With a limit newcomers need a seed that is up."""
 
 
 class LoraSpec(Section):
@@ -764,10 +770,13 @@ class SignedManifest:
 
         ``seed`` is the founder if the manifest names none.
         """
-        key = issuing_key(organizer).public_key().public_bytes_raw().hex()
+        admission: dict[str, Any] = {"key": issuing_key(organizer).public_key().public_bytes_raw().hex()}
+        if manifest.admission.peers_per_network:
+            seeds_key = seeds_issuing_key(organizer).public_key().public_bytes_raw().hex()
+            admission["issuers"] = tuple(dict.fromkeys((*manifest.admission.issuers, seeds_key)))
         changes: dict[str, Any] = {
             "organizer": organizer.peer_id,
-            "admission": manifest.admission.model_copy(update={"key": key}),
+            "admission": manifest.admission.model_copy(update=admission),
             "founders": manifest.founders or ((seed,) if seed else ()),
         }
         manifest = manifest.model_copy(update=changes)

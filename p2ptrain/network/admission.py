@@ -32,7 +32,7 @@ from p2ptrain.signing import Signer, issuing_key
 MAX_CREDENTIAL_BYTES = 600
 MAX_REVOCATION_BYTES = 2048  # about 105 marks; < `records.record.MAX_PAYLOAD_BYTES`
 MAX_GRANTS = 16384
-OPEN_PROTOCOLS = frozenset({"manifest", "history.after", "reach.carry", "records.exchange"})
+OPEN_PROTOCOLS = frozenset({"manifest", "admission.pass", "history.after", "reach.carry", "records.exchange"})
 """Names that peers serve to all: what a newcomer asks first, what an observer reads, and the self-test of relays."""
 BANNED = "the organizer has banned this peer"
 NOT_ADMITTED = "not admitted"
@@ -138,7 +138,7 @@ def _is_signed(key: bytes, message: bytes, signature: bytes) -> bool:
     return True
 
 
-def _is_solved(swarm: bytes, peer: str, bits: int, nonce: int) -> bool:
+def is_solved(swarm: bytes, peer: str, bits: int, nonce: int) -> bool:
     digest = hashlib.sha256(_puzzle(swarm, peer) + nonce.to_bytes(8, "big")).digest()
     return int.from_bytes(digest, "big") >> (256 - bits) == 0
 
@@ -157,6 +157,12 @@ def solve(swarm: bytes, peer: str, bits: int) -> Solution:
         if int.from_bytes(hasher.digest(), "big") < limit:
             return Solution(nonce)
         nonce += 1
+
+
+def signed_pass(key: Ed25519PrivateKey, swarm: bytes, peer: str, expires: int = 0, cap: int = 0) -> Pass:
+    """Return a pass of a peer, signed with the organizer's key or an issuer's."""
+    signature = key.sign(_pass_message(swarm, peer, expires, cap))
+    return Pass(key.public_key().public_bytes_raw(), signature, expires, cap)
 
 
 class Issuer:
@@ -191,7 +197,7 @@ class Issuer:
             number += 1
 
     def pass_for(self, peer: str, expires: int = 0, cap: int = 0) -> Pass:
-        return Pass(self._public, self._key.sign(_pass_message(self._swarm, peer, expires, cap)), expires, cap)
+        return signed_pass(self._key, self._swarm, peer, expires, cap)
 
     def sign(self, revocations: Revocations) -> bytes:
         """Return the signed list; raise `ConfigError` if it is too long, or the key is not the organizer's."""
@@ -209,19 +215,25 @@ class Issuer:
 
 @dataclass(frozen=True)
 class Grant:
-    """The rights that a verified credential gives its peer; ``invite`` is the mark of the invite's key."""
+    """The rights that a verified credential gives its peer.
+
+    Attributes:
+        invite: The mark of the invite's key.
+        is_solution: True for the solution of the puzzle.
+    """
 
     credential: bytes
     expires: int = 0
     cap: int = 0
     invite: bytes = b""
+    is_solution: bool = False
 
 
 class Gate(Protocol):
     """Rules of who is in the swarm, which streams, records and rosters ask; see `Admission`."""
 
-    def admitted(self, peer: str, credential: bytes = b"") -> str:
-        """Return why a peer is not in the swarm; empty if it is."""
+    def admitted(self, peer: str, credential: bytes = b"", *, contributes: bool = True) -> str:
+        """Return why a peer is not in the swarm, or may not ``contribute`` to it; empty if it is, or may."""
 
     def cap(self, peer: str) -> float:
         """Return the most tokens that a contribution of an admitted peer weighs."""
@@ -233,7 +245,7 @@ class Gate(Protocol):
 class OpenGate:
     """The `Gate` that admits everybody, before the manifest is known."""
 
-    def admitted(self, peer: str, credential: bytes = b"") -> str:
+    def admitted(self, peer: str, credential: bytes = b"", *, contributes: bool = True) -> str:
         return ""
 
     def cap(self, peer: str) -> float:
@@ -248,6 +260,7 @@ class Admission:
 
     Attributes:
         revocations, signed_revocations: The newest list that was learnt, and its bytes.
+        per_network: Most peers of one network that get passes of a seed; 0 if an ``open`` swarm needs no passes.
     """
 
     def __init__(self, manifest: Manifest, now: Callable[[], float]) -> None:
@@ -255,6 +268,7 @@ class Admission:
         self.swarm = manifest.digest
         self.mode = spec.mode
         self.puzzle_bits = spec.puzzle_bits
+        self.per_network = spec.peers_per_network if spec.mode == "open" else 0
         self.revocations = NO_REVOCATIONS
         self.signed_revocations = b""
         self._organizer = manifest.organizer
@@ -267,8 +281,8 @@ class Admission:
         self._banned: frozenset[bytes] = frozenset()
         self._grants = Bounded[str, Grant](MAX_GRANTS)
 
-    def admitted(self, peer: str, credential: bytes = b"") -> str:
-        """Return why a peer is not in the swarm; empty if it is.
+    def admitted(self, peer: str, credential: bytes = b"", *, contributes: bool = True) -> str:
+        """See `Gate.admitted`.
 
         The transport, or the signature of a record, proves that ``credential`` comes from the peer. A credential that
         is not known yet costs two signatures to verify; all else are look-ups. Without one, the last one counts.
@@ -279,14 +293,17 @@ class Admission:
             return BANNED
         if peer in self._founders or peer in self._listed:
             return ""
-        if self.mode == "open" and not self.puzzle_bits:
+        needs_pass = contributes and self.per_network > 0
+        if self.mode == "open" and not self.puzzle_bits and not needs_pass:
             return ""
-        grant, reason = self._grants.get(peer), _MISSING[self.mode]
+        grant, reason = self._grants.get(peer), NO_PASS if needs_pass else _MISSING[self.mode]
         if credential and (grant is None or grant.credential != credential):
             try:
                 grant = self._grants[peer] = self._verified(peer, credential)
             except IntegrityError as error:
                 reason = str(error)
+        if grant is not None and needs_pass and grant.is_solution:
+            return NO_PASS
         return reason if grant is None else self._why_over(peer, grant)
 
     def use(self, invite: Invite, peer: str) -> Pass:
@@ -314,7 +331,7 @@ class Admission:
             return "open to all"
         if grant.invite:
             return f"invite {grant.invite.hex()}"
-        return "pass" if isinstance(from_bytes(Credential, grant.credential), Pass) else "puzzle"
+        return "puzzle" if grant.is_solution else "pass"
 
     def learn(self, data: bytes) -> bool:
         if not data or data == self.signed_revocations:
@@ -338,9 +355,9 @@ class Admission:
         except IntegrityError as error:
             raise IntegrityError(f"its credential cannot be parsed ({error})") from error
         if isinstance(credential, Solution) and self.mode == "open":
-            if not _is_solved(self.swarm, peer, self.puzzle_bits, credential.nonce):
+            if not is_solved(self.swarm, peer, self.puzzle_bits, credential.nonce):
                 raise IntegrityError("its solution of the puzzle is wrong")
-            return Grant(data)
+            return Grant(data, is_solution=True)
         if not isinstance(credential, Pass):
             raise IntegrityError("its credential is of a kind that this swarm does not accept")
         voucher = credential.voucher
@@ -372,6 +389,7 @@ class Admission:
         return ""
 
 
+NO_PASS = "no seed of this swarm has let it in"
 _MISSING = {
     "open": "it has not solved this swarm's puzzle",
     "invite": "it has neither an invite to this swarm nor a pass",

@@ -104,6 +104,10 @@ class Transport(ABC):
     async def addresses(self) -> list[str]:
         """Return this peer's current multiaddrs, each ending in ``/p2p/<id>``."""
 
+    async def hosts_of(self, peer: PeerId) -> list[str]:
+        """Return the IP addresses from which a peer is connected; none if it came over a relay alone."""
+        return []
+
     def on_lost(self, callback: Callable[[str], None]) -> None:  # noqa: B027 (many cannot be lost)
         """Call ``callback(reason)`` on the event loop once the transport is lost; at once if it is lost already."""
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from msgspec import Meta
 
 from p2ptrain.disk import replace_file
@@ -26,14 +27,14 @@ from p2ptrain.errors import (
     WrongPeerError,
 )
 from p2ptrain.manifest import MAX_MANIFEST_BYTES, Manifest, SignedManifest
-from p2ptrain.network.admission import BANNED, Admission, Credential, Invite, solve
+from p2ptrain.network.admission import BANNED, Admission, Credential, Invite, signed_pass, solve
+from p2ptrain.network.issuing import PASS, AskPass, GivenPass, PassIssuer
 from p2ptrain.network.link import SwarmLink
 from p2ptrain.network.records.record import PeerRecord
-from p2ptrain.network.rpc.endpoint import OTHER_PROTOCOL, OTHER_SWARM, Rpc
+from p2ptrain.network.rpc.endpoint import NOT_SERVED, OTHER_PROTOCOL, OTHER_SWARM, Rpc
 from p2ptrain.network.schema import Message, Nothing, from_bytes, to_bytes
 from p2ptrain.network.transport import Transport
 from p2ptrain.node.options import PeerOptions
-from p2ptrain.runtime import Runtime
 from p2ptrain.signing import Signer
 
 logger = logging.getLogger(__name__)
@@ -44,6 +45,8 @@ FIRST_DIAL_SECONDS = 5.0
 MANIFEST_SECONDS = 10.0
 PAUSE_SECONDS = 0.5
 REVOCATION_SECONDS = 2.0  # between looks at the organizer's file
+PASS_ANSWER_SECONDS = 10.0
+RENEW_SECONDS = 60.0  # least time between requests for another pass; < `issuing.PASS_SECONDS`
 CREDENTIAL_FILE = "credential.bin"
 """Name of a peer's pass, or of its solution of the puzzle, in its run directory."""
 MAX_REPLY_BYTES = 2 * MAX_MANIFEST_BYTES
@@ -180,33 +183,89 @@ class Entry:
         dismissed: Resolves to the reason when the swarm admits this peer no longer.
     """
 
-    def __init__(self, manifest: Manifest, peer: str, options: PeerOptions, runtime: Runtime) -> None:
-        self.admission = Admission(manifest, runtime.now)
+    def __init__(self, manifest: Manifest, rpc: Rpc, options: PeerOptions, contacts: Sequence[str]) -> None:
+        """``contacts`` are the peers that the link and earlier runs name."""
+        self.admission = Admission(manifest, rpc.runtime.now)
         self.dismissed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._peer = peer
+        self._peer = rpc.peer_id
+        self._rpc = rpc
         self._options = options
-        self._runtime = runtime
-        self._credential = b""
+        self._contacts = tuple(dict.fromkeys((*manifest.founders, *contacts)))  # The founder is usually the seed.
 
-    async def enter(self, link: SwarmLink | None) -> tuple[bytes, bytes]:
-        """Return this peer's credential, which is kept in its run directory, and the invite for links to others.
+    async def enter(self, link: SwarmLink | None) -> bytes:
+        """Return the invite for links to others; `Rpc` shows this peer's credential from now on.
 
-        Raises `NotAdmittedError` if it has nothing that admits it.
+        The credential is kept in the run directory. Raises `NotAdmittedError` if nothing admits this peer.
         """
-        options, admission = self._options, self.admission
-        invite = (link.invite if link is not None else b"") or options.invite
-        credential, reason = credential_at_hand(admission, self._peer, invite, options.run_dir)
-        if reason and admission.mode == "open":
-            logger.info("solving the swarm's puzzle of %d bits, once", admission.puzzle_bits)
-            solution = await self._runtime.offload(solve, admission.swarm, self._peer, admission.puzzle_bits)
-            credential = to_bytes(solution)
-            reason = admission.admitted(self._peer, credential)
+        invite = (link.invite if link is not None else b"") or self._options.invite
+        credential, reason = credential_at_hand(self.admission, self._peer, invite, self._options.run_dir)
+        if reason and self.admission.mode == "open":
+            credential, reason = await self._earn()
         if reason:
-            raise NotAdmittedError(what_to_do(admission, self._peer, reason))
-        if credential and options.run_dir is not None:
-            replace_file(options.run_dir / CREDENTIAL_FILE, credential)
-        self._credential = credential
-        return credential, invite if is_for_all(invite) else b""
+            raise NotAdmittedError(what_to_do(self.admission, self._peer, reason))
+        self._use(credential)
+        return invite if is_for_all(invite) else b""
+
+    def issue_passes(self, hosts_of: Callable[[str], Awaitable[list[str]]]) -> None:
+        """Serve passes to newcomers, if this peer is a seed with the key for it; ``hosts_of`` as of `PassIssuer`."""
+        options = self._options
+        if options.issuer and self.admission.per_network:
+            PassIssuer(options.issuer, self.admission, hosts_of, self._rpc.runtime, options.run_dir).serve(self._rpc)
+
+    def _use(self, credential: bytes) -> None:
+        self._rpc.credential = credential
+        if credential and self._options.run_dir is not None:
+            replace_file(self._options.run_dir / CREDENTIAL_FILE, credential)
+
+    async def _earn(self) -> tuple[bytes, str]:
+        """Solve the puzzle of an ``open`` swarm, and ask its seeds for a pass if it needs one.
+
+        Returns:
+            As `credential_at_hand`.
+        """
+        admission = self.admission
+        if admission.per_network and self._options.issuer:  # A seed lets itself in.
+            key = Ed25519PrivateKey.from_private_bytes(self._options.issuer)
+            credential = to_bytes(signed_pass(key, admission.swarm, self._peer))
+            return credential, admission.admitted(self._peer, credential)
+        logger.info("solving the swarm's puzzle of %d bits, once", admission.puzzle_bits)
+        solution = await self._rpc.runtime.offload(solve, admission.swarm, self._peer, admission.puzzle_bits)
+        credential, contributes = to_bytes(solution), self._options.role != "client"
+        if not (admission.per_network and contributes):
+            return credential, admission.admitted(self._peer, credential, contributes=contributes)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CONNECT_SECONDS):
+                while True:
+                    if answer := await self._ask_for_pass(solution.nonce):
+                        return answer
+                    await asyncio.sleep(PAUSE_SECONDS)
+        return b"", "none of the swarm's seeds answers"
+
+    async def _ask_for_pass(self, nonce: int) -> tuple[bytes, str] | None:
+        """Return a seed's answer as `credential_at_hand` does; None if no seed answers."""
+        refusals = []
+        for peer in self._contacts:
+            try:
+                reply = await self._rpc.call(peer, PASS, AskPass(nonce), GivenPass, PASS_ANSWER_SECONDS)
+                if not (why := self.admission.admitted(self._peer, reply.credential)):
+                    return reply.credential, ""
+                refusals.append(why)
+            except PeerRefusedError as error:
+                refusals += [] if error.reason.endswith(NOT_SERVED) else [error.reason]
+            except (PeerError, DeadlineError) as error:
+                logger.debug("peer %s gives no pass: %s", peer[-8:], error)
+        return (b"", refusals[0]) if refusals else None
+
+    async def keep_pass(self, changed: Callable[[], None]) -> None:
+        """Ask for another pass halfway through the time of each, and call ``changed``; end if this peer needs none."""
+        while self.admission.per_network and (grant := self.admission.grant(self._peer)) and grant.expires:
+            await asyncio.sleep(max(RENEW_SECONDS, (grant.expires - self._rpc.runtime.now()) / 2))
+            credential, reason = await self._earn()
+            if reason:
+                logger.warning("no new pass for this peer: %s", reason)
+                continue
+            self._use(credential)
+            changed()
 
     def check_later(self, *_: object) -> None:
         """Resolve ``dismissed`` if newer revocations, or an expiry, ended this peer's admission."""
@@ -223,7 +282,7 @@ class Entry:
     def describe(self, record: PeerRecord) -> PeerRecord:
         """Return the record with the credential and, in a seed's, the organizer's list."""
         revocations = self.admission.signed_revocations if self._options.revocations is not None else b""
-        return replace(record, credential=self._credential, revocations=revocations)
+        return replace(record, credential=self._rpc.credential, revocations=revocations)
 
     async def follow_revocations(self, changed: Callable[[], None]) -> None:
         """Read the organizer's list whenever its file changes, and call ``changed``; end if there is no such file."""

@@ -6,10 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from p2ptrain.config import PeerConfig
-from p2ptrain.manifest import INVITE_FILE, REVOCATIONS_FILE
+from p2ptrain.errors import ConfigError
+from p2ptrain.manifest import INVITE_FILE, ISSUER_FILE, REVOCATIONS_FILE
 from p2ptrain.network.factory import StartDirectory, StartTransport, start_directory, start_transport
 from p2ptrain.network.libp2p.settings import Libp2pSettings
 from p2ptrain.node.site.policy import SitePolicy
+
+ISSUER_BYTES = 32
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,7 @@ class PeerOptions:
         invite: Admits this peer, and goes into its link, if the link that it joins with has none; empty for none.
         revocations: File of the organizer's list, which this peer publishes; None for none.
         policy: The site's, in a private swarm; None for none.
+        issuer: Secret of the key with which this peer, a seed, signs passes of newcomers; empty if it signs none.
     """
 
     role: str
@@ -38,6 +42,7 @@ class PeerOptions:
     invite: bytes = b""
     revocations: Path | None = None
     policy: SitePolicy | None = None
+    issuer: bytes = b""
 
 
 @dataclass(frozen=True)
@@ -49,9 +54,16 @@ class Starters:
 
 
 def peer_options(config: PeerConfig, peer_id: str) -> PeerOptions:
-    """Return the options that a role file gives."""
+    """Return the options that a role file gives; raise `ConfigError` if a file beside its manifest is damaged."""
     network = Libp2pSettings(**dict(config.network))
-    invite = config.manifest.with_name(INVITE_FILE) if config.manifest is not None else None
+
+    def beside_manifest(name: str) -> bytes:
+        file = config.manifest.with_name(name) if config.manifest is not None else None
+        return file.read_bytes() if file is not None and file.is_file() else b""
+
+    issuer = beside_manifest(ISSUER_FILE)
+    if len(issuer) not in (0, ISSUER_BYTES):
+        raise ConfigError(f"{ISSUER_FILE} is no key of {ISSUER_BYTES} bytes: copy it again from the organizer's folder")
     return PeerOptions(
         role="stage" if config.role == "both" else config.role,
         name=config.name or peer_id[-6:],
@@ -60,7 +72,8 @@ def peer_options(config: PeerConfig, peer_id: str) -> PeerOptions:
         network=network.changed(direct="off") if config.role == "bootstrap" else network,  # no bulk transfers
         upload_bandwidth=config.resources.up,
         download_bandwidth=config.resources.down,
-        invite=invite.read_bytes() if invite is not None and invite.is_file() else b"",
+        invite=beside_manifest(INVITE_FILE),
         revocations=config.manifest.with_name(REVOCATIONS_FILE) if config.manifest is not None else None,
         policy=SitePolicy.load(config.policy) if config.policy is not None else None,
+        issuer=issuer,
     )

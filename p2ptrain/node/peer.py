@@ -100,10 +100,12 @@ class Peer:
         self.manifest = self.signed.manifest
         await self.held.check_departures()
         serve_manifest(self.rpc, self.signed)
-        self.entry = Entry(self.manifest, self.identity.peer_id, self.options, self.runtime)
+        contacts = dict.fromkeys(address.rpartition("/")[2] for address in known)
+        self.entry = Entry(self.manifest, self.rpc, self.options, tuple(contacts))
         self.rpc.gate = self.admission = self.entry.admission
+        self.entry.issue_passes(lambda peer: network.transport.hosts_of(peer))
         if self.options.role != "client":
-            self.rpc.credential, network.invite = await self.entry.enter(link)
+            network.invite = await self.entry.enter(link)
         await network.join()
         self.presence = Presence(
             lambda: network.directory,
@@ -112,7 +114,7 @@ class Peer:
             self.membership,
             lambda: self.held.departures.withheld(self.record.describe()),
         )
-        self.presence.exchange.contacts.update(dict.fromkeys(address.rpartition("/")[2] for address in known))
+        self.presence.exchange.contacts.update(contacts)
         self.record.parts.append(self.entry.describe)
         self._is_present = True
         if self.options.role == "client":
@@ -122,6 +124,7 @@ class Peer:
         self.entry.check()
         self.presence.listeners.append(self.entry.check_later)
         self._tasks.keep(lambda: self.entry.follow_revocations(self.presence.changed), "revocations")
+        self._tasks.keep(lambda: self.entry.keep_pass(self.presence.changed), "pass")
         self._tasks.keep(lambda: network.reach.watch(self.presence.changed, network.lose), "reach")
         self._tasks.keep(network.follow_clocks, "clock")
         self._tasks.keep(network.keep_remembering, "remember-peers")

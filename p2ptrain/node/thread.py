@@ -20,6 +20,7 @@ from p2ptrain.node.options import PeerOptions
 from p2ptrain.node.peer import Peer
 from p2ptrain.node.site.policy import SitePolicy
 from p2ptrain.runtime import real_runtime
+from p2ptrain.signing import seeds_issuing_key
 from p2ptrain.training.bridge import Bridge
 
 T = TypeVar("T")
@@ -136,11 +137,13 @@ class PeerThread:
             resources.callback(runtime.close)
             self.thread = LoopThread()
             resources.callback(self.thread.stop)
-            invite = b""
+            invite = issuer = b""
             if signed is not None and signed.manifest.admission.mode == "invite":
                 invite = to_bytes(Issuer(signed.manifest, identity).standing_invite())
+            if signed is not None and signed.manifest.admission.peers_per_network:
+                issuer = seeds_issuing_key(identity).private_bytes_raw()
             rules = SitePolicy.load(policy) if policy is not None else None
-            options = PeerOptions("trainer", name, "cpu", run_dir, network, invite=invite, policy=rules)
+            options = PeerOptions("trainer", name, "cpu", run_dir, network, invite=invite, policy=rules, issuer=issuer)
             self.peer = self.thread.call(Peer.start(identity, options, runtime, link=parsed, signed=signed))
             resources.callback(lambda: self.thread.call(self.peer.close()))
             if run_dir is not None:

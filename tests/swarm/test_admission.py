@@ -97,3 +97,24 @@ def test_a_pass_for_one_peer_admits_it_and_nobody_else(tmp_path: Path, seed: See
     other = run_command("join", link, *join[:-1], tmp_path / "bob")
     assert other.returncode == 3
     assert "its pass is not signed for this peer and swarm" in other.stderr
+
+
+@pytest.mark.fault(37)
+def test_a_seed_of_an_open_swarm_lets_in_so_many_peers_of_a_network_and_no_more(tmp_path: Path) -> None:
+    admission = {"mode": "open", "puzzle_bits": 4, "peers_per_network": 1}
+    swarm = init(tmp_path / "swarm", *set_options(model=MODEL, training={"every": 4}, admission=admission))
+
+    with nothing_left_behind(), seeding(swarm) as open_seed:
+
+        def join(name: str) -> tuple[int, str]:
+            options = ("--yes", "--rounds", "1", "--listen", LOOPBACK, "--run-dir", tmp_path / name)
+            done = run_command("join", open_seed.link, *options)
+            return done.returncode, done.stderr
+
+        assert join("ada")[0] == 0
+        code, why = join("bob")
+        assert code == 3, why
+        assert "the 1 places of its network 127.0.0.0/24 are taken at its seed" in why
+        assert "p2ptrain invite DIR --peer Qm" in why
+        assert join("ada")[0] == 0  # It keeps its pass.
+        assert "pass" in said("members", open_seed.link)

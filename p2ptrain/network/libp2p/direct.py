@@ -155,7 +155,7 @@ class DirectConnections:
         """Return a stream on a new connection; None on failure, which starts a backoff."""
         try:
             async with asyncio.timeout(timeout_seconds):
-                hosts = await self._hosts_of(peer)
+                hosts = await self.hosts_of(peer)
                 if not hosts:
                     return None  # connected only over a relay, or not yet
                 connection = await self._connect(hosts, peer, protocol)
@@ -166,8 +166,8 @@ class DirectConnections:
         self.num_dialled += 1
         return connection
 
-    async def _hosts_of(self, peer: PeerId) -> list[str]:
-        """Return the IP addresses of the daemon's connections with ``peer``, nearest first.
+    async def hosts_of(self, peer: PeerId) -> list[str]:
+        """Return the IP addresses of the daemon's connections with ``peer``, at most `MAX_HOSTS`, nearest first.
 
         Other addresses are untrusted: with them a peer could make this one dial third parties.
         """

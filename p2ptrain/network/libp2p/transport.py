@@ -237,6 +237,11 @@ class Libp2pTransport(Transport):
         async with self._requesting():
             return await self.control.connections()
 
+    async def hosts_of(self, peer: PeerId) -> list[str]:
+        """As `Transport.hosts_of`; raise as `connected_peers`."""
+        async with self._requesting():
+            return await self.direct.hosts_of(peer)
+
     async def reserved_relays(self) -> set[PeerId]:
         """Return the relays with a reservation of the daemon; raise as `connected_peers`.
 

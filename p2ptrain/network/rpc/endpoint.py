@@ -407,7 +407,7 @@ class Rpc:
         if header.name not in self._services:
             raise _RefusalError("unknown name", f"{header.name[:64]!r} {NOT_SERVED}")
         is_for_all = header.name.rpartition("/")[2] in OPEN_PROTOCOLS
-        if not is_for_all and (reason := self.gate.admitted(peer, header.credential)):
+        if not is_for_all and (reason := self.gate.admitted(peer, header.credential, contributes=False)):
             raise _RefusalError(NOT_ADMITTED, f"{NOT_ADMITTED}: {reason}")
         return self._services[header.name]
 

@@ -68,7 +68,7 @@ async def generating(
     """
     network = Libp2pSettings(listen=LOOPBACK, directory=link.directory)
     async with client_peer(link, "client", network) as peer, Tasks() as tasks:
-        peer.rpc.credential, _ = await peer.entry.enter(link)
+        await peer.entry.enter(link)
         model = SwarmModel(peer, await asyncio.to_thread(stage_blocks, peer.manifest), wait_seconds, audit_share)
         tasks.keep(model.follow, "records")
         tasks.keep(model.generator.auditor.run, "audits")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, replace
+from functools import partial
 
 from p2ptrain.models.exact import PAGE
 from p2ptrain.network.rpc.endpoint import Rpc
@@ -232,7 +233,8 @@ class SessionBook:
         if ticket.expires > runtime.now() + TICKET_SECONDS + CLOCK_SECONDS:
             text = f"its ticket lasts longer than {TICKET_SECONDS:g} s: are the clocks right?"
             raise self._declined(Cause.LIFETIME, text)
-        if rpc.gate.admitted(ticket.client) and (reason := rpc.gate.admitted(ticket.client, ticket.credential)):
+        admitted = partial(rpc.gate.admitted, ticket.client, contributes=False)
+        if admitted() and (reason := admitted(ticket.credential)):
             raise self._declined(Cause.BROKEN, f"its client is not in this swarm: {reason}")
         message = ticket.to_sign(rpc.swarm)
         if not await runtime.offload(self._signer.verify, ticket.client, message, ticket.signature):

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from p2ptrain.config import PeerConfig
-from p2ptrain.errors import ManifestError
-from p2ptrain.manifest import SIGNED_FILE, Manifest, SignedManifest
+from p2ptrain.errors import ConfigError, ManifestError
+from p2ptrain.manifest import ISSUER_FILE, SIGNED_FILE, Manifest, SignedManifest
 from p2ptrain.network.identity import Identity
 from p2ptrain.network.link import SwarmLink
 from p2ptrain.node.options import peer_options
@@ -25,6 +25,13 @@ def test_a_peer_listens_as_its_role_file_says_but_a_seed_moves_nothing_in_bulk()
     )
     assert dict(trainer.network).items() <= dict(peer_options(trainer, "Qm").network).items()
     assert peer_options(seed, "Qm").network.direct == "off"
+
+
+def test_a_seed_does_not_start_with_half_of_the_key_for_passes(tmp_path: Path) -> None:
+    (tmp_path / ISSUER_FILE).write_bytes(bytes(16))
+    config = PeerConfig.model_validate({"role": "bootstrap", "manifest": tmp_path / SIGNED_FILE})
+    with pytest.raises(ConfigError, match="copy it again"):
+        peer_options(config, "Qm")
 
 
 @pytest.mark.fault(47)

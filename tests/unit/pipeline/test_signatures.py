@@ -197,7 +197,7 @@ class Door(OpenGate):
     def __init__(self, *known: str) -> None:
         self.known = set(known)
 
-    def admitted(self, peer: str, credential: bytes = b"") -> str:
+    def admitted(self, peer: str, credential: bytes = b"", *, contributes: bool = True) -> str:
         if credential == peer.encode():
             self.known.add(peer)
         return "" if peer in self.known else "it has no pass"

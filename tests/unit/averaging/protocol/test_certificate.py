@@ -75,7 +75,7 @@ def test_a_changed_or_impossible_ticket_is_refused(change: dict[str, object]) ->
 class Door(OpenGate):
     """Lets in whoever shows its own name, with 100 tokens at most."""
 
-    def admitted(self, peer: str, credential: bytes = b"") -> str:
+    def admitted(self, peer: str, credential: bytes = b"", *, contributes: bool = True) -> str:
         return "" if credential == peer.encode() else "it has no pass"
 
     def cap(self, peer: str) -> float:
