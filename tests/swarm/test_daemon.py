@@ -20,7 +20,7 @@ from p2ptrain.errors import PeerLostError, PeerUnreachableError, ResourceError, 
 from p2ptrain.network.identity import Identity
 from p2ptrain.network.libp2p import daemon as daemon_module
 from p2ptrain.network.libp2p.transport import Libp2pSettings, Libp2pTransport
-from tests.support.coroutines import on_loop
+from tests.support.coroutines import on_loop, on_uvloop
 from tests.support.processes.daemons import (
     ECHO,
     LOOPBACK,
@@ -69,6 +69,16 @@ async def test_two_daemons_never_share_a_port() -> None:
                 pass
     async with loopback_transport(listen=listen):  # free again at once
         pass
+
+
+@on_uvloop
+async def test_a_daemon_that_ends_with_the_timeout_for_it_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(daemon_module, "END_SECONDS", 0.001)
+    async with loopback_transport() as (_, transport):
+        # The loop stands still while the daemon ends, and then learns of the timeout and of the end at once.
+        status = Path(f"/proc/{transport.daemon.process_id}/stat")
+        asyncio.get_running_loop().call_soon(wait_until, lambda: status.read_text().rpartition(") ")[2][0] == "Z")
+        await transport.daemon.stop()
 
 
 @on_loop

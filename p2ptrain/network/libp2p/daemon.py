@@ -36,6 +36,7 @@ from p2ptrain.tasks import Tasks
 logger = logging.getLogger(__name__)
 
 IDLE_SECONDS = 30
+END_SECONDS = 2.0
 ASK_SECONDS = 0.5
 """Interval between polls of the daemon's exit status, in case asyncio misses SIGCHLD."""
 SPAWN_PAUSE_SECONDS = 0.01
@@ -293,14 +294,13 @@ async def _end(process: asyncio.subprocess.Process | None, log: _Output) -> None
     if process is None:
         return
     if process.returncode is None:
-        try:
+        with contextlib.suppress(ProcessLookupError):  # It ended meanwhile, also between the timeout and the kill.
             process.terminate()
-            async with asyncio.timeout(2):
-                await _ended(process)
-        except TimeoutError:
-            process.kill()
-        except ProcessLookupError:
-            pass
+            try:
+                async with asyncio.timeout(END_SECONDS):
+                    await _ended(process)
+            except TimeoutError:
+                process.kill()
         await _ended(process)
     await log.end()
 

@@ -191,7 +191,7 @@ class Libp2pDirectory(Directory):
                 if self.num_neighbours:
                     await self._node.find_nearest_nodes([self._node.node_id])
         if self.num_neighbours and not num_before:
-            logger.info("joined the directory with %d neighbours", self.num_neighbours)
+            logger.info("joined the directory; neighbours: %d", self.num_neighbours)
 
     async def _meet(self, peer: str) -> None:
         """Ping a peer to update both routing tables and to measure the clock skew."""
