@@ -203,7 +203,7 @@ async def serving(
     certificate, key = tls or (None, None)
     config = uvicorn.Config(
         Guard(app, names), http=_Connection, ws="none", lifespan="off", log_config=None, log_level="error",
-        access_log=False, server_header=False, proxy_headers=False, timeout_graceful_shutdown=DRAIN_SECONDS,
+        access_log=False, server_header=False, proxy_headers=False, timeout_graceful_shutdown=2 * DRAIN_SECONDS,
         timeout_keep_alive=KEEP_ALIVE_SECONDS, ssl_certfile=certificate, ssl_keyfile=key,
     )  # fmt: skip
     with listener:
@@ -216,4 +216,7 @@ async def serving(
             yield task
         finally:
             server.should_exit = True
+            await asyncio.wait({task}, timeout=DRAIN_SECONDS)
+            for connection in server.server_state.connections:  # An endless stream, whose task uvicorn would cancel.
+                connection.transport.abort()
             await tasks.join()

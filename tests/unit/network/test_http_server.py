@@ -165,6 +165,22 @@ async def test_connections_are_bounded_and_come_free_again(limit: str, monkeypat
         assert await reader.readuntil(b"here")
 
 
+@on_loop
+async def test_the_end_of_the_server_ends_an_endless_stream_without_a_word(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(http_server, "DRAIN_SECONDS", 1)
+    found, listener = Server(), listen("127.0.0.1", 0, "port")
+    found.port = listener.getsockname()[1]
+    async with serving(found.app(), listener):
+        reader, writer = await found.connect()
+        writer.write(REQUEST.replace(b"/ ", b"/stream ", 1))
+        await reader.readuntil(b"\r\n\r\n")
+    await found.leave()
+    assert found.ended.is_set()
+    assert not caplog.records
+
+
 def test_an_address_is_what_one_client_cannot_choose() -> None:
     assert client_network(("10.0.0.1", 1)) == "10.0.0.1" != client_network(("10.0.0.2", 1))
     assert client_network(("2001:db8::1", 1)) == client_network(("2001:db8::ffff:1", 2))
