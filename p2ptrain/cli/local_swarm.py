@@ -165,8 +165,9 @@ async def _wait_for_end(goal: Goal, supervisor: Supervisor, trainers: list[Child
 def _report(plan: Plan, trainers: list[Child], summary_file: Path | None, *, interrupted: bool) -> None:
     found = {child.name: read_summary(plan.run_dir / child.name / SUMMARY_FILE) for child in trainers}
     summary = combine({name: values for name, values in found.items() if values is not None}, len(plan.trainers))
-    failed = [child for child in trainers if child.exit_code != 0]
-    if len(failed) == len(trainers) and not (interrupted and not trainers):
+    # SIGTERM ends a trainer that is still starting.
+    failed = [child for child in trainers if child.exit_code not in (0, -signal.SIGTERM if interrupted else 0)]
+    if failed and len(failed) == len(trainers):
         # An explained error comes before a kill, whose exit code is negative.
         raise max(failed, key=lambda child: child.exit_code or 0).failure()
     for child in failed:

@@ -109,6 +109,15 @@ def test_an_interrupted_swarm(tmp_path: Path, signals: int, exit_code: int) -> N
         assert read_json(run_dir / "summary.json")
 
 
+def test_an_interruption_while_trainers_start_is_no_failure(tmp_path: Path) -> None:
+    log = tmp_path / "up.log"
+    with nothing_left_behind(), background_command(log, "up", "--run-dir", tmp_path / "run", *OPTIONS) as up:
+        wait_until(lambda: "starting 3 trainers" in log.read_text())
+        up.send_signal(signal.SIGINT)
+        assert up.wait(60) == 0, log.read_text()
+    assert "error" not in log.read_text()
+
+
 def test_what_no_trainer_can_do_is_said_once(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("too little")
