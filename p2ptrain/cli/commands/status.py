@@ -14,16 +14,15 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
+from p2ptrain.cli.commands.guest.runs import RUNS, given
 from p2ptrain.errors import UsageError
-
-ALL = Path("*")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("link", metavar="LINK", nargs="?", help="the swarm link, 'p2ptrain://…', in quotes")
     parser.add_argument(
-        "--mine", type=Path, nargs="?", const=ALL, metavar="RUN_DIR",
-        help="show what this machine's peers gave (default: all below ./runs)",
+        "--mine", type=Path, nargs="?", const=RUNS, metavar="FOLDER",
+        help="show what the peers below a folder gave (default: ./runs)",
     )  # fmt: skip
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print JSON")
@@ -49,11 +48,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 def show_mine(run_dir: Path, *, as_json: bool) -> int:
     """Print what peers of this machine gave, and what they do now; raise `ConfigError` if there are none."""
-    from p2ptrain.cli.commands.guest.runs import given
     from p2ptrain.status.formats import human_bytes, human_count
 
     found = []
-    for folder, totals, answer in given(None if run_dir == ALL else run_dir):
+    for folder, totals, answer in given(run_dir):
         now = {"state": answer.state if answer else "not running", "paused": answer.paused if answer else ""}
         found.append({"run_dir": str(folder), **asdict(totals), **now})
         if not as_json:

@@ -68,7 +68,7 @@ class SwarmScreen:
         self._held_out: float | None = None
         self._others: list[tuple[str, ...]] = []
         self._ours: dict[str, tuple[str, ...]] = {}
-        self._ended: set[str] = set()
+        self._ended: dict[str, float] = {}
 
     def __enter__(self) -> SwarmScreen:
         if self._draws and Screen.can_draw(self._stream):
@@ -122,7 +122,7 @@ class SwarmScreen:
         """Show a snapshot (None before the first one), and report the end of each trainer once."""
         for child in trainers:
             if child.exit_code is not None and child.name not in self._ended:
-                self._ended.add(child.name)
+                self._ended[child.name] = time.time()
                 if child.exit_code != 0 or not self._draining:
                     self.say(f"{child.name} {child.ending}")
         done = [view for view in reversed(snapshot.rounds) if view.committed] if snapshot is not None else []
@@ -154,16 +154,19 @@ class SwarmScreen:
         return f"{self._elapsed()}{minutes}  round {self._shown_rounds}{rounds}"
 
     def _table_rows(self, snapshot: Snapshot | None, trainers: list[Child]) -> list[tuple[str, ...]]:
-        """Return the rows of other peers, then of the children; an ended child keeps its last numbers."""
-        children = {child.name: child for child in trainers}
+        """Return the rows of other peers, then of the children; an ended one keeps its numbers until a new start."""
+        children, back = {child.name: child for child in trainers}, set()
         if snapshot is not None and snapshot.peers:
             rows = [(peer.record.name, peer_row(peer, len(snapshot.stages))) for peer in snapshot.peers]
             self._others = [row for name, row in rows if name not in children]
             self._ours |= {name: row for name, row in rows if name in children}
+            started = {peer.record.name: peer.record.started_at for peer in snapshot.peers}
+            back = {name for name, ended in self._ended.items() if started.get(name, 0) > ended}
         shown = sorted(self._others)
         for name, child in children.items():
             row = self._ours.get(name, (name, "starting", *[""] * (len(COLUMNS) - 2)))
-            shown.append((*row[:_STATE], self._child_state(child, row[_STATE]), *row[_STATE + 1 :]))
+            state = row[_STATE] if name in back else self._child_state(child, row[_STATE])
+            shown.append((*row[:_STATE], state, *row[_STATE + 1 :]))
         return shown
 
     def _child_state(self, child: Child, state: str) -> str:

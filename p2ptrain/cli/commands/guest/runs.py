@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from p2ptrain.node.guest.totals import Totals
 
 MAX_NAMED = 8
+RUNS = Path("runs")
 
 
 def add_run_dir(parser: argparse.ArgumentParser) -> None:
@@ -38,9 +39,10 @@ def tell(run_dir: Path | None, do: Literal["pause", "resume", "leave", "finish"]
 def _only_run() -> Path:
     from p2ptrain.node.guest.control import SOCKET_FILE
 
-    found = [(folder, answer) for folder in _folders_with(SOCKET_FILE) if (answer := look(folder)) is not None]
+    folders = _folders_with(RUNS, SOCKET_FILE)
+    found = [(folder, answer) for folder in folders if (answer := look(folder)) is not None]
     if not found:
-        raise ConfigError(f"no peer runs below {_runs()}: name its run directory")
+        raise ConfigError(f"no peer runs below {RUNS.absolute()}: name its run directory")
     if len(found) > 1:
         named = ", ".join(f"{folder} ({answer.name})" for folder, answer in found[:MAX_NAMED])
         raise UsageError(f"several peers run here: name one of {named}{' …' if len(found) > MAX_NAMED else ''}")
@@ -57,30 +59,20 @@ def look(run_dir: Path) -> Answer | None:
         return None
 
 
-def given(run_dir: Path | None) -> list[tuple[Path, Totals, Answer | None]]:
-    """Return what the peer of a run directory gave, and its state if it runs; by default of all below ``runs``.
-
-    Raises `ConfigError` if there is none.
-    """
+def given(run_dir: Path) -> list[tuple[Path, Totals, Answer | None]]:
+    """Return what peers below a directory gave, and the states of those that run; raise `ConfigError` without one."""
+    from p2ptrain.node.guest.control import SOCKET_FILE
     from p2ptrain.node.guest.totals import TOTALS_FILE, read_totals
 
-    folders = [run_dir] if run_dir is not None else _folders_with(TOTALS_FILE)
+    folders = _folders_with(run_dir, TOTALS_FILE, SOCKET_FILE)
     asked = [(folder, look(folder)) for folder in folders]  # A peer that is asked writes its newest totals.
     found = [(folder, totals, answer) for folder, answer in asked if (totals := read_totals(folder)) is not None]
     if not found:
-        raise ConfigError(f"no peer has run in {run_dir or _runs()}: name the run directory of one")
+        raise ConfigError(f"no peer has run in {run_dir.absolute()}: name the run directory of one")
     return found
 
 
-def _runs() -> Path:
-    from p2ptrain.cli.running import default_run_dir
-
-    return default_run_dir("").absolute()
-
-
-def _folders_with(file: str) -> list[Path]:
-    """Return the run directories below ``runs`` that have a file; those of `up` lie one folder deeper."""
-    from p2ptrain.cli.running import default_run_dir
-
-    runs = default_run_dir("")
-    return sorted(path.parent for pattern in (f"*/{file}", f"*/*/{file}") for path in runs.glob(pattern))
+def _folders_with(top: Path, *files: str) -> list[Path]:
+    """Return the folders in ``top`` that have one of the files; run directories of `up` lie one folder deeper."""
+    found = (path for file in files for form in (file, f"*/{file}", f"*/*/{file}") for path in top.glob(form))
+    return sorted({path.parent for path in found})

@@ -1,5 +1,6 @@
 import io
 import json
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
@@ -74,6 +75,9 @@ def test_a_trainer_is_shown_from_its_start_to_its_end(terminal: Terminal) -> Non
         view.show(None, children(child))
         assert "ended (7)" in last_frame(terminal)
         assert "2.500" in last_frame(terminal)  # its last numbers stay
+        again = replace(TRAINER, started_at=time.time() + 1)  # by hand
+        view.show(shown(again), children(child))
+        assert "training" in last_frame(terminal)
 
 
 def test_another_peer_of_the_same_swarm_is_shown_while_it_is_there(terminal: Terminal) -> None:

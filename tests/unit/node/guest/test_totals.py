@@ -46,8 +46,9 @@ def test_status_shows_what_this_machines_peers_gave(
     shown = capsys.readouterr().out
     assert "runs/join-1 (x): not running" in shown
     assert "5.0k tokens in 3 rounds, 2.0 h" in shown.replace("5,000", "5.0k").replace("5.00k", "5.0k")
-    assert main(["status", "--mine", "runs/join-1", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)[0]["tokens"] == 5000
+    for folder in ("runs/join-1", "runs", "."):
+        assert main(["status", "--mine", folder, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)[0]["tokens"] == 5000
 
 
 def test_status_wants_a_link_or_mine() -> None:
