@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from p2ptrain.cli.manifests import (
-    KEY_FILE,
-    load_manifest,
-    named_paths,
-    parse_settings,
-    sign_manifest,
-)
+from p2ptrain.cli.manifests import KEY_FILE, load_manifest, named_paths, parse_settings, sign_manifest
 from p2ptrain.cli.running import default_run_dir
 from p2ptrain.cli.screen.bars import bars
 from p2ptrain.cli.screen.live import Goal
+from p2ptrain.cli.terms import check_memory, num_stages
 from p2ptrain.cli.toml import to_toml
 from p2ptrain.config import PeerConfig
-from p2ptrain.errors import UsageError
+from p2ptrain.errors import P2PTrainError, UsageError
 from p2ptrain.manifest import OWN_FAMILIES, SIGNED_FILE, Manifest, former_manifest
 from p2ptrain.network.identity import Identity
 
@@ -56,7 +52,18 @@ class Plan:
 
 
 def make_plan(arguments: argparse.Namespace) -> Plan:
-    """Create the run directory with the signed manifest and the role files; raise if an option or a file is invalid."""
+    """Create the run directory with the signed manifest and the role files; an error removes a new one again."""
+    run_dir: Path = (arguments.run_dir or default_run_dir(f"up-{time.strftime('%Y%m%d-%H%M%S')}")).absolute()
+    is_new = not run_dir.exists()
+    try:
+        return _fill(run_dir, arguments)
+    except P2PTrainError:
+        if is_new:
+            shutil.rmtree(run_dir, ignore_errors=True)
+        raise
+
+
+def _fill(run_dir: Path, arguments: argparse.Namespace) -> Plan:
     demo = DEMO_SETTINGS if arguments.manifest is None else {}
     chats = arguments.serve and arguments.manifest is None
     if chats:
@@ -66,7 +73,6 @@ def make_plan(arguments: argparse.Namespace) -> Plan:
     if manifest.private is None and text is not None:
         manifest = load_manifest(arguments.manifest, overrides | {"data.source": text})
     _check_partition(arguments, manifest)
-    run_dir: Path = (arguments.run_dir or default_run_dir(f"up-{time.strftime('%Y%m%d-%H%M%S')}")).absolute()
     run_dir.mkdir(parents=True, exist_ok=True)
     with Identity.create_or_load(run_dir / KEY_FILE) as organizer:
         former = former_manifest(run_dir / SIGNED_FILE, organizer)
@@ -97,7 +103,7 @@ def make_plan(arguments: argparse.Namespace) -> Plan:
     if arguments.serve:
         sections["serving"] = {"enabled": True}
     role = "stage" if chats else "both" if manifest.in_stages else "trainer"
-    stages = _num_stages(manifest, arguments.peers)
+    stages = num_stages(manifest, arguments.peers)
     bootstrap, trainers = role_file("bootstrap", "bootstrap", {}), []
     kind = "host" if chats else "trainer" if manifest.private is None else "site"
     names = [f"{kind}-{number + 1}" for number in range(arguments.peers)]
@@ -107,22 +113,16 @@ def make_plan(arguments: argparse.Namespace) -> Plan:
 
         form = arguments.partition or "iid"
         deal_text(manifest, text or "stdlib", form, list(texts.values()), arguments.weights, own)
+    check_memory(manifest, arguments.peers, serves=chats)
     for number, name in enumerate(names):
         hosting = {"pipeline": {"stage": number % stages}} if manifest.in_stages else {}
         own_text = {"data": texts[name]} if texts else {}
         trainers.append(role_file(role, name, sections | hosting | own_text))
     has_end = arguments.rounds or manifest.training.rounds or chats
     minutes = arguments.minutes or (0.0 if has_end else DEFAULT_MINUTES)
-    return Plan(
-        run_dir,
-        manifest,
-        arguments.weights,
-        bootstrap,
-        tuple(trainers),
-        Goal(minutes, min(filter(None, (at_round, manifest.training.rounds)), default=0)),
-        not arguments.no_monitor,
-        _chat_options(arguments) if chats else None,
-    )
+    goal = Goal(minutes, min(filter(None, (at_round, manifest.training.rounds)), default=0))
+    chat = _chat_options(arguments) if chats else None
+    return Plan(run_dir, manifest, arguments.weights, bootstrap, tuple(trainers), goal, not arguments.no_monitor, chat)
 
 
 def _served_model(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -142,17 +142,6 @@ def _served_model(arguments: argparse.Namespace) -> dict[str, Any]:
 def _chat_options(arguments: argparse.Namespace) -> tuple[str, ...]:
     """Return the options of ``p2ptrain chat`` for the served model."""
     return () if arguments.weights is None else ("--weights", str(arguments.weights.absolute()))
-
-
-def _num_stages(manifest: Manifest, peers: int) -> int:
-    if not manifest.in_stages:
-        return 1
-    from p2ptrain.pipeline.plan import PipelinePlan
-
-    stages = PipelinePlan(manifest).num_stages
-    if peers < stages:
-        raise UsageError(f"--peers {peers}: the model has {stages} stages, and each needs a host")
-    return stages
 
 
 def _rounds_done(run_dir: Path) -> int:

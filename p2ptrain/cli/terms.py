@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Literal
 
 from p2ptrain.config import PeerConfig, parse_size
-from p2ptrain.errors import ConfigError, NotAdmittedError, ResourceError
+from p2ptrain.errors import ConfigError, NotAdmittedError, ResourceError, UsageError
 from p2ptrain.manifest import Manifest
-from p2ptrain.models import OUTER_MOMENTS, PROCESS_BYTES, estimate_memory_bytes, num_parameters
+from p2ptrain.models import OUTER_MOMENTS, PROCESS_BYTES, SERVING_PROCESS_BYTES, estimate_memory_bytes, num_parameters
 from p2ptrain.models.pretrained import local_data, not_given
 from p2ptrain.network.admission import Admission
 from p2ptrain.network.identity import IDENTITY_FILE, Identity
@@ -201,6 +201,22 @@ def check_admission(manifest: Manifest, invite: bytes, run_dir: Path) -> None:
         _, reason = credential_at_hand(admission, identity.peer_id, invite, run_dir)
         if reason:
             raise NotAdmittedError(what_to_do(admission, identity.peer_id, reason))
+
+
+def num_stages(manifest: Manifest, peers: int) -> int:
+    """Return the number of the model's stages; raise `UsageError` if there are fewer local peers."""
+    stages = PipelinePlan(manifest).num_stages if manifest.in_stages else 1
+    if peers < stages:
+        raise UsageError(f"--peers {peers}: the model has {stages} stages, and each needs a host")
+    return stages
+
+
+def check_memory(manifest: Manifest, peers: int, *, serves: bool) -> None:
+    """Raise `ResourceError` if so many local peers exceed the free memory; if they only serve, without their models."""
+    each, free = SERVING_PROCESS_BYTES if serves else needs_of(manifest).memory, available_memory()
+    if peers * each > free:
+        what = f"--peers {peers}: each needs about {human_bytes(each)} of memory"
+        raise ResourceError(f"{what} and {human_bytes(free)} is free: start fewer, or close other programs")
 
 
 def check_machine(manifest: Manifest, config: PeerConfig) -> None:

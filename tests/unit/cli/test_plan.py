@@ -8,7 +8,7 @@ from p2ptrain.cli.commands.up import add_arguments, run
 from p2ptrain.cli.main import Parser
 from p2ptrain.cli.plan import DEFAULT_MINUTES, DEMO_SETTINGS, make_plan
 from p2ptrain.config import PeerConfig
-from p2ptrain.errors import ConfigError, UsageError
+from p2ptrain.errors import ConfigError, ResourceError, UsageError
 from p2ptrain.manifest import SIGNED_FILE, SignedManifest
 from p2ptrain.network.identity import IDENTITY_FILE, Identity
 
@@ -171,6 +171,16 @@ def test_each_line_is_at_one_site_of_a_private_swarm_and_no_peer_is_told_where_i
 def test_sites_that_cannot_have_text_of_their_own_are_refused(tmp_path: Path, words: list[str], message: str) -> None:
     with pytest.raises((UsageError, ConfigError), match=message):
         make_plan(arguments(tmp_path / "run", "--data", str(write_texts(tmp_path / "text")), *words))
+
+
+def test_a_swarm_that_cannot_run_is_refused_and_its_new_folder_removed(tmp_path: Path) -> None:
+    for words, message in (
+        (("--peers", "100000"), "each needs about .* is free"),
+        (("--stages", "9"), "1 to 6 stages"),
+    ):
+        with pytest.raises((ConfigError, ResourceError), match=message):
+            make_plan(arguments(tmp_path / "run", *words))
+        assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("words", [["--model", "x"], ["--serve", "--model", "x", "--manifest", "run.toml"]])
