@@ -183,6 +183,11 @@ def facts(run: Run) -> list[tuple[str, str]]:
     ]  # fmt: skip
 
 
+def clock(seconds: float) -> str:
+    """Return an axis label that differs for all marks: ``1:40``, from 90 minutes on ``1.5 h``."""
+    return formats.human_seconds(seconds) if seconds >= 5400 else f"{int(seconds) // 60}:{int(seconds) % 60:02}"
+
+
 def charts(run: Run) -> list[tuple[str, str]]:
     """Return pairs of heading and SVG markup."""
     start = run.started
@@ -199,10 +204,7 @@ def charts(run: Run) -> list[tuple[str, str]]:
         ]  # fmt: skip
 
     def chart(title: str, series: Sequence[Series], unit: str, from_zero: bool) -> tuple[str, str]:
-        text = line_chart(
-            title, series, x_text=formats.human_seconds, y_text=lambda y: f"{y:.4g}{unit}", from_zero=from_zero
-        )
-        return title, text
+        return title, line_chart(title, series, x_text=clock, y_text=lambda y: f"{y:.4g}{unit}", from_zero=from_zero)
 
     return [
         chart("Training loss, nats", of("step", "loss"), "", False),

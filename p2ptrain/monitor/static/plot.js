@@ -23,7 +23,7 @@ export function makePlot(chart, data, columns, onCursor) {
     height: HEIGHT,
     tzDate: (seconds) => uPlot.tzDate(new Date(seconds * 1000), "Etc/UTC"),
     legend: { show: false },
-    padding: [8, 20, 0, 0],
+    padding: [8, 30, 0, 0],
     cursor: { sync: { key: sync }, drag: { x: false, y: false }, points: { size: 5 }, y: false },
     scales: { y: { range: (_, low, high) => range(chart, low, high) } },
     axes: [

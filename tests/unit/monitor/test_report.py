@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from p2ptrain.errors import ConfigError
 from p2ptrain.manifest import Manifest, SignedManifest
 from p2ptrain.monitor.charts import MAX_POINTS, Series, line_chart, thin, ticks
-from p2ptrain.monitor.report import read_lines, read_run, render, site_curves
+from p2ptrain.monitor.report import clock, read_lines, read_run, render, site_curves
 from p2ptrain.node.reports.summary import to_json
 from tests.support.processes.commands import assert_one_line_error, p2ptrain
 from tests.support.signers import NamedSigner
@@ -159,6 +159,12 @@ def test_every_point_lies_within_the_chart(points: list[tuple[float, float]]) ->
     places = re.findall(r"(-?[\d.]+),(-?[\d.]+)", markup) or re.findall(r'cx="(-?[\d.]+)" cy="(-?[\d.]+)"', markup)
     assert places
     assert all(0 <= float(x) <= 720 and 0 <= float(y) <= 240 for x, y in places)
+
+
+@pytest.mark.parametrize("seconds", [100, 180, 600, 4000, 7 * 3600])
+def test_marks_of_the_time_axis_differ(seconds: int) -> None:
+    marks = ticks(0, seconds)
+    assert len({clock(mark) for mark in marks}) == len(marks)
 
 
 def test_sites_have_a_line_each_and_a_pooled_one_unless_they_keep_their_measurements(tmp_path: Path) -> None:
