@@ -50,7 +50,7 @@ class Text:
         Raises `ChatTemplateError` if there is no chat template, or it refuses the messages or takes no tools.
         """
         if not self._tokenizer.chat_template:
-            raise ChatTemplateError("the model's tokenizer has no chat template: send a prompt to /v1/completions")
+            raise ChatTemplateError("the model's tokenizer has no chat template: use generate or /v1/completions")
         if tools and "tools" not in str(self._tokenizer.chat_template):
             raise ChatTemplateError("the model's chat template takes no tools: leave them out")
         try:

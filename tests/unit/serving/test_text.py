@@ -145,7 +145,7 @@ def test_a_conversation_takes_the_models_form() -> None:
 
 
 def test_a_model_without_a_template_and_a_template_that_refuses_say_so() -> None:
-    with pytest.raises(ChatTemplateError, match="no chat template: send a prompt to /v1/completions"):
+    with pytest.raises(ChatTemplateError, match="no chat template: use generate or /v1/completions"):
         BYTES.encode_chat([{"role": "user", "content": "Hi"}])
     with pytest.raises(ChatTemplateError, match="a system message comes first"):
         Text(tokenizer()).encode_chat([{"role": "user", "content": ""}, {"role": "system", "content": ""}])
