@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -142,11 +142,11 @@ class PeerContext:
         """Return the members that are not drawn for the round after a head, as all its holders compute them."""
         return head.table.undrawn(head.lineage, self.participation, self.spec.min_peers)
 
-    def sitting_out(self, head: Head) -> frozenset[str]:
-        """Return the `undrawn`; nobody, if this peer knows that too few of the others are there for a round."""
+    def sitting_out(self, head: Head, there: Collection[str] = ()) -> frozenset[str]:
+        """Return the `undrawn`; nobody, if too few of the others are ``there``, by default in this peer's view."""
         if not (undrawn := self.undrawn(head)):
             return undrawn
-        there = {self.rpc.peer_id, *self.membership.alive_trainers()}
+        there = there or {self.rpc.peer_id, *self.membership.alive_trainers()}
         return undrawn if stands(head.table.leading - undrawn, there, self.spec.min_peers) else frozenset()
 
     def certificate(self, raw: bytes) -> Certificate:

@@ -31,6 +31,7 @@ class Rounds:
             **options,
         )  # fmt: skip
         self.heads: dict[bytes, Head] = {}
+        self.liar = ""
         self.trained: set[tuple[str, int]] = set()
         self.swarm.before_step = self._look
         for name in SITES:
@@ -49,12 +50,14 @@ class Rounds:
 
     def check(self) -> list[int]:
         """Check that no site but those that are drawn trained; return the numbers of those that contributed."""
-        numbers = []
+        numbers, reduced = [], {head.lineage for head in self.heads.values() if head.is_reduced}
         for head in sorted(self.heads.values(), key=lambda head: head.round)[1:]:
             body = Certificate.from_bytes(head.certificate, self.swarm.manifest.digest, Signs("")).body
+            reduced |= {body.lineage} if body.is_reduced else set()
             undrawn = self.heads[body.lineage].table.undrawn(body.lineage, SHARE, 1)
-            assert undrawn.isdisjoint(peer for peer, round_ in self.trained if round_ == body.round)
-            assert undrawn.isdisjoint(body.members)
+            trained = {peer for peer, round_ in self.trained if round_ == body.round} - {self.liar}
+            assert undrawn.isdisjoint(trained) or reduced
+            assert undrawn.isdisjoint(body.members) or body.lineage in reduced
             numbers.append(sum(body.peers[index] for index, *_ in body.contributors))
         return numbers
 
@@ -137,4 +140,26 @@ async def test_a_peer_that_says_that_it_is_ahead_and_is_not_is_asked_again_after
     await rounds.swarm.end()
     assert 0 < max(asked.values()) <= (network.loop.time() - began) / SIT_OUT_SECONDS
     assert len(rounds.swarm.heads()) == 1
+    rounds.check()
+
+
+@pytest.mark.parametrize(("blind", "options"), [(0, {"min_peers": 2}), (0, MASKED), (5, {"min_peers": 2})])
+@simulated(seed=8)
+async def test_a_site_that_trains_and_leads_as_if_all_were_drawn_gets_into_no_other_round(
+    network: SimulatedNetwork, blind: int, options: dict[str, Any], begin: Begin
+) -> None:
+    rounds = Rounds(begin, network, **options)
+    rounds.start(12)
+    await rounds.swarm.until(lambda: all(rounds.swarm.round(name) >= 2 for name in SITES), 120.0)
+    rounds.liar = rounds.ids["site1"]
+    object.__setattr__(rounds.swarm.sync("site1").replica.context, "participation", 1.0)
+    for name in SITES[:blind]:  # More than a third of the voters are left.
+        context = rounds.swarm.sync(name).replica.context
+        own = context.sitting_out
+        object.__setattr__(context, "sitting_out", lambda head, there=(), own=own: frozenset() if there else own(head))
+    await rounds.swarm.end()
+    assert len(rounds.swarm.heads()) == 1
+    assert blind or not any(head.is_reduced for head in rounds.heads.values())
+    undrawn = [h.round for h in rounds.heads.values() if rounds.liar in h.table.undrawn(h.lineage, SHARE, 1)]
+    assert {(rounds.liar, round_) for round_ in undrawn if round_ > 3} & rounds.trained
     rounds.check()

@@ -141,6 +141,8 @@ class LightVotes:
             await self._look_below(peer, certificate, moved)
         if body.round == 0 and self._waits_for_others(body):
             raise PeerRefusedError(own, "most of the trainers that this peer knows are not on the first roster")
+        if body.levels == 1 and not context.sitting_out(moved, body.members).isdisjoint(body.members):
+            raise PeerRefusedError(own, "a member of this result is not drawn for the round")
         signed, undrawn = certificate.signers.intersection(body.members), context.undrawn(moved)
         is_led = body.levels > 1 or moved.table.is_led_by(signed, undrawn)
         if body.is_reduced:

@@ -282,8 +282,8 @@ class Coordinator:
         peers -= group.passed | self._sitting_out(group.key)
         return sorted({group.slot_of(peer) for peer in peers if self._cells.includes(group.key, peer)})
 
-    def _sitting_out(self, key: Key) -> frozenset[str]:
-        return self._context.sitting_out(self._position.head) if self._position.is_of(key) else frozenset()
+    def _sitting_out(self, key: Key, there: Collection[str] = ()) -> frozenset[str]:
+        return self._context.sitting_out(self._position.head, there) if self._position.is_of(key) else frozenset()
 
     def _working(self, group: PendingGroup) -> list[str]:
         """Return the members and newcomers for which a round is closed."""
@@ -410,6 +410,10 @@ class Coordinator:
         waited_for = {*expected, *self._membership.expected()} - self._sitting_out(group.key)
         late = [] if group.key.level else [peer for peer in sorted(waited_for) if peer not in group.members]
         late = [peer for peer in late if self._cells.includes(group.key, peer)]
+        here = [] if group.key.level else [ticket.peer for ticket in group.tickets]
+        is_tree = self._cells.num_levels(group.key.present) > 1  # There a roster does not tell who is in the round.
+        for peer in self._sitting_out(group.key, () if is_tree else here).intersection(here):
+            group.dismiss(peer, "you are not drawn for this round: your work waits")
         members = group.form(lambda tickets: self._is_reduced(group, tickets), self._position.table_of(group.key))
         for peer in late:
             self._membership.missed_round(peer)

@@ -407,6 +407,9 @@ class Matchmaker:
         most = table.most_guests(roster.members, group_spec(spec, self.cells, key).min_peers)
         if not own.level and len(table.guests(roster.members)) > most:
             raise NoGroupError("the leader sent a roster with more newcomers than members")
+        undrawn = context.sitting_out(self.position.head, roster.members)
+        if self.cells.num_levels(key.present) == 1 and not undrawn.isdisjoint(roster.members):
+            raise NoGroupError("the leader sent a roster with a member that is not drawn for the round")
         peers, is_last = sum(t.peers for t in roster.tickets), key.level == self.cells.num_levels(key.present) - 1
         if is_last and peers < spec.min_peers:
             raise NoGroupError(f"{peers} of at least {spec.min_peers} peers are ready")

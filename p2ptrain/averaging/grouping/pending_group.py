@@ -292,7 +292,7 @@ class PendingGroup:
         whether the round of the rest would be reduced; None refuses them all.
         """
         digests = Counter((m.ticket.digest, m.ticket.layout) for m in self.members.values())
-        common = max(digests, key=lambda key: (digests[key], key))
+        common = max(digests, key=lambda key: (digests[key], key), default=(b"", b""))
         chosen: dict[str, _Member] = {}
         for member in sorted(self.members.values(), key=lambda member: rank(member.ticket.peer, self.key)):
             if member.answer.done():
