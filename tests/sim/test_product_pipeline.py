@@ -183,3 +183,29 @@ async def test_who_is_told_to_stop_while_it_starts_leaves_nothing_behind(
     left_at = swarm.round("host1a")
     await swarm.until(lambda: min(swarm.round("host0a"), swarm.round("host1a")) >= left_at + 2)
     await stop_all(swarm)
+
+
+@pytest.mark.parametrize("limit", [0, 4])
+@simulated(seed=1)
+async def test_a_late_host_that_is_told_to_finish_ends_after_a_round_that_has_its_work(
+    network: SimulatedNetwork, limit: int, begin: Begin
+) -> None:
+    """Also if the other hosts ended the round without it, but never after its owner's last round."""
+    swarm = begin(network, TRAINING, **STAGES)
+    start_all(swarm, 0, ["host0a", "host0b", "host1a"])
+    start_host(swarm, "host1b", limit)
+    await swarm.until(lambda: swarm.round("host1b") >= 2)
+    hosted = swarm.nodes["host1b"].held.stages[0]
+    late, handed_in = swarm.round("host1b"), swarm.sync("host1b").replica.trained_rounds
+    await swarm.until(lambda: hosted.host.ledger.settled_samples > 0 and not hosted.host.ledger.is_closed)
+    network.cut(network.peers["host1b"])
+    swarm.signals["host1b"].wishes.finish()
+    await swarm.until(lambda: swarm.round("host1a") > late + 1)
+    network.mend(network.peers["host1b"])
+    await swarm.tasks["host1b"]
+    assert swarm.summary("host1b").exit_reason == "rounds"
+    assert swarm.sync("host1b").replica.trained_rounds > handed_in or limit
+    assert not any(unit.work.tokens for unit in hosted.units) or limit
+    assert not limit or hosted.rounds.last_round <= limit
+    del swarm.nodes["host1b"]
+    await stop_all(swarm)

@@ -60,9 +60,8 @@ class Hosting:
         self.migrator.hosted.host.is_resting = paused
 
     def finish(self) -> None:
-        """End `run` after the round in progress."""
-        hosted = self.migrator.hosted
-        hosted.rounds.last_round = max(1, hosted.host.ledger.round + 1)
+        """End `run` after the next round that has this host's work."""
+        self.migrator.hosted.rounds.finish()
 
     async def run(self) -> None:
         """Host until stopped, or until the last round is saved and evaluated."""

@@ -69,6 +69,7 @@ class StageRounds:
         self._on_begun = on_begun
         self._standby = units[0].synchronizer.averager.matchmaker.standby
         self._is_stopping = False
+        self._limit: int | None = None
         self._uncounted: list[MicrobatchId] = []
         self._committed: list[tuple[float, Head, list[MicrobatchId]]] = []
         for unit in units:
@@ -78,6 +79,12 @@ class StageRounds:
     def is_done(self) -> bool:
         """True if `last_round` has begun."""
         return 0 < self.last_round <= self._host.ledger.round
+
+    def finish(self) -> None:
+        """End `run` after the next round that has this host's work, but not after ``last_round`` as it was."""
+        self._limit = self.last_round if self._limit is None else self._limit
+        last = max(1, self._host.ledger.round + 1)
+        self.last_round = min(last, self._limit) if self._limit else last
 
     def stop(self) -> None:
         """End `run` after the round in progress is averaged as it is; admit nothing more."""
@@ -143,6 +150,8 @@ class StageRounds:
         await self._align_units()
         rounds = [unit.state.head.round for unit in self._units]
         self._host.begin_round(rounds[0])
+        if self._limit is not None and any(unit.work.tokens > 0 for unit in self._units):
+            self.finish()  # The others ended the round without this host.
         if rounds[0] == before and not self._is_stopping:
             self._standby.reopen()
         elif len(set(rounds)) == 1:
