@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from p2ptrain.errors import UsageError
+from p2ptrain.disk import replace_file
+from p2ptrain.errors import CheckpointError, UsageError
 from p2ptrain.manifest import Manifest, PrivateSpec
 from p2ptrain.training.gradients import is_sparse
 from p2ptrain.training.state.shared_state import SharedState
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from p2ptrain.training.private.gradients import PrivateGradients
 
 logger = logging.getLogger(__name__)
+
+WEIGHT_FILE = "weight"
 
 
 @dataclass(frozen=True)
@@ -63,13 +66,15 @@ class Site:
     def open(
         cls, manifest: Manifest, module: torch.nn.Module, num_samples: int | None, run_dir: Path | None
     ) -> Site | None:
-        """Return the site of a peer with its privacy budget, which is kept in ``run_dir``; else as `of`.
+        """Return the site of a peer with the privacy budget and bucketed weight that ``run_dir`` keeps; else as `of`.
 
         Raises:
             UsageError: As `of`; or differential privacy lacks a run directory, samples, a model or its package.
-            CheckpointError: The spent budget cannot be read.
+            CheckpointError: The spent budget or the weight cannot be read.
         """
         site, spec = cls.of(manifest.private, num_samples), manifest.differential_privacy
+        if site is not None and run_dir is not None and manifest.private and manifest.private.weights == "bucketed":
+            site = replace(site, weight=_kept_weight(run_dir / WEIGHT_FILE, site.weight))
         if site is None or spec is None or num_samples is None:
             return site
         if run_dir is None:
@@ -101,6 +106,22 @@ class Site:
                 raise UsageError(f"private.proximal needs dense gradients, and {entry.name} has sparse ones")
             shared = state.vector[entry.offset : entry.end].view(entry.shape)
             parameter.grad.add_(parameter - shared.to(parameter.device, parameter.dtype), alpha=self.proximal)
+
+
+def _kept_weight(path: Path, weight: int) -> int:
+    """Return the weight of the first run, which the file keeps: a new bucket would tell when one sample was added."""
+    try:
+        kept = int(path.read_text()) if path.exists() else 0
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: {error}; delete it to weigh this site by its present samples") from error
+    if not kept:
+        replace_file(path, b"%d" % weight)
+    elif kept != weight:
+        logger.warning(
+            "this site weighs as in its first run, %d, and would weigh %d by its present samples; delete %s to change"
+            " that, which tells others that the number of samples passed a power of two", kept, weight, path,
+        )  # fmt: skip
+    return kept or weight
 
 
 def simulated_sites(manifest: Manifest, module: torch.nn.Module, seed: int) -> Callable[[str, int], Site]:

@@ -1,5 +1,7 @@
 """A site of a private swarm adds to training its weight, its pull, and layers of its own."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given
@@ -7,10 +9,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from p2ptrain.averaging.protocol.certificate import genesis
-from p2ptrain.errors import UsageError
-from p2ptrain.manifest import PrivateSpec
+from p2ptrain.errors import CheckpointError, UsageError
+from p2ptrain.manifest import Manifest, PrivateSpec
 from p2ptrain.training.local_update import LocalContribution
-from p2ptrain.training.private.site import Site
+from p2ptrain.training.private.site import WEIGHT_FILE, Site
 from p2ptrain.training.state.layout import Layout
 from p2ptrain.training.state.outer_optimizers import AverageStep
 from p2ptrain.training.state.shared_state import SharedState
@@ -50,6 +52,18 @@ def test_a_bucketed_weight_hides_one_sample_but_at_powers_of_two(samples: int) -
 @pytest.mark.parametrize(("weights", "weight"), [("samples", 1000), ("bucketed", 512), ("equal", 1)])
 def test_a_site_weighs_what_the_manifest_says(weights: str, weight: int) -> None:
     assert _weight(PrivateSpec.model_validate({"weights": weights}), 1000) == weight
+
+
+@pytest.mark.parametrize(("weights", "later"), [("bucketed", [512, 512, 512]), ("samples", [512, 511, 2048])])
+def test_a_bucketed_weight_stays_that_of_the_first_run(tmp_path: Path, weights: str, later: list[int]) -> None:
+    values = {"name": "banks", "model": {"family": "custom"}, "training": {"every": 2}, "private": {"weights": weights}}
+    manifest = Manifest.model_validate({**values, "data": {"source": "custom"}})
+    sites = [Site.open(manifest, Net(0), samples, tmp_path) for samples in (512, 511, 2048)]
+    assert [site.weight for site in sites if site] == later
+    (tmp_path / WEIGHT_FILE).write_text("many")
+    if weights == "bucketed":
+        with pytest.raises(CheckpointError, match="delete it"):
+            Site.open(manifest, Net(0), 512, tmp_path)
 
 
 @pytest.mark.parametrize(
