@@ -63,7 +63,7 @@ RUN groupadd --gid 10001 p2ptrain \
     && install -d -o p2ptrain -g p2ptrain -m 0755 /link
 COPY --from=dependencies /opt/p2ptrain /opt/p2ptrain
 COPY --from=package /opt/p2ptrain/app /opt/p2ptrain/app
-COPY --from=library /native/codecs.so /native/exact.so /opt/p2ptrain/app/p2ptrain/native/
+COPY --from=library /native/libcodecs.so /native/libexact.so /opt/p2ptrain/app/p2ptrain/native/
 COPY deploy/container/entrypoint.sh /usr/local/bin/p2ptrain-entrypoint
 COPY deploy/container/health.py deploy/container/chaos.py deploy/container/trainer.toml \
     deploy/container/stage.toml /usr/local/share/p2ptrain/

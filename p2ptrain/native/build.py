@@ -89,8 +89,11 @@ def _run(command: Sequence[str]) -> None:
 
 
 def write_libraries(folder: Path) -> list[Path]:
-    """Write all libraries into a folder; return their paths. Raises `BuildError`."""
-    libraries = {"codecs.so": build_library, "exact.so": build_exact}
+    """Write all libraries into a folder; return their paths. Raises `BuildError`.
+
+    Python would import ``exact.so`` in place of ``exact.py``.
+    """
+    libraries = {"libcodecs.so": build_library, "libexact.so": build_exact}
     for name, build in libraries.items():
         (folder / name).write_bytes(build())
     return [folder / name for name in libraries]

@@ -21,7 +21,7 @@ from p2ptrain.native.load import cached_library, find_library, get_function, ope
 
 logger = logging.getLogger(__name__)
 
-INSTALLED = EXACT_SOURCE.with_name("exact.so")
+INSTALLED = EXACT_SOURCE.with_name("libexact.so")
 PAGE = 64
 """Positions of a page."""
 MAX_INT8_INPUTS = 1 << 16

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 Opened = TypeVar("Opened")
 
-INSTALLED = SOURCE.with_name("codecs.so")
+INSTALLED = SOURCE.with_name("libcodecs.so")
 CODEC_OPERATIONS: Mapping[str, tuple[str, ...]] = {
     "fp32": ("encode", "accumulate", "validate", "energy"),  # Decoding is a copy.
     "fp16": ("encode", "decode", "accumulate", "validate"),

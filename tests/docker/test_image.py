@@ -45,11 +45,13 @@ def test_it_is_small_labelled_and_runs_as_nobody_in_particular(image: str) -> No
 def test_all_that_a_peer_needs_is_in_it(image: str) -> None:
     say = (
         "import importlib.resources as r, os, torch; from p2ptrain.network.libp2p.daemon import _binary; "
+        "from p2ptrain.native.exact import load_kernels; "
         "from p2ptrain.native.load import INSTALLED, load_library; m = r.files('p2ptrain.monitor'); "
         "print(os.access(_binary(), os.X_OK), torch.version.cuda, (m / 'static/main.js').is_file(), "
-        "(m / 'static/vendor').is_dir(), (m / 'templates/index.html').is_file(), load_library()[0] == INSTALLED)"
+        "(m / 'static/vendor').is_dir(), (m / 'templates/index.html').is_file(), load_library()[0] == INSTALLED, "
+        "load_kernels() is not None)"
     )
-    assert in_image(image, "python3", "-c", say) == "True None True True True True"
+    assert in_image(image, "python3", "-c", say) == "True None True True True True True"
     assert "p2ptrain" in docker("run", "--rm", "--network", "none", image, "--version")
 
 

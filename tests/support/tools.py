@@ -13,7 +13,7 @@ import pytest
 VARIABLE = "P2PTRAIN_REQUIRE"
 TOOLS = (
     "ip", "tc", "nft", "systemd-nspawn", "chromium", "docker", "compose-v2", "compose-1.29", "kernels", "matplotlib",
-    "smollm2",
+    "smollm2", "hatchling",
 )  # fmt: skip
 """``kernels`` is the native library of the codecs, which a C compiler builds; ``smollm2`` is a pretrained model."""
 

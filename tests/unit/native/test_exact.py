@@ -19,9 +19,9 @@ pytestmark = needed("" if kernels() else "there is no library of exact kernels",
 @pytest.fixture
 def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where the library is kept during a test; none is installed."""
-    path = tmp_path / "cache" / "exact.so"
+    path = tmp_path / "cache" / "libexact.so"
     monkeypatch.setattr(exact, "cached_library", lambda source: path)
-    monkeypatch.setattr(exact, "INSTALLED", tmp_path / "exact.so")
+    monkeypatch.setattr(exact, "INSTALLED", tmp_path / "libexact.so")
     return path
 
 
@@ -82,5 +82,5 @@ def test_without_a_library_stages_compute_with_torch_and_say_so(
 
 
 def test_all_libraries_go_into_the_wheel(tmp_path: Path) -> None:
-    assert [path.name for path in build.write_libraries(tmp_path)] == ["codecs.so", "exact.so"]
-    assert "plain" in open_kernels(tmp_path / "exact.so")
+    assert [path.name for path in build.write_libraries(tmp_path)] == ["libcodecs.so", "libexact.so"]
+    assert "plain" in open_kernels(tmp_path / "libexact.so")

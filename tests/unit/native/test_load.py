@@ -30,9 +30,9 @@ def library() -> bytes:
 @pytest.fixture
 def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where the library is kept during a test; none is installed."""
-    path = tmp_path / "cache" / "codecs.so"
+    path = tmp_path / "cache" / "libcodecs.so"
     monkeypatch.setattr(load, "cached_path", lambda: path)
-    monkeypatch.setattr(load, "INSTALLED", tmp_path / "codecs.so")
+    monkeypatch.setattr(load, "INSTALLED", tmp_path / "libcodecs.so")
     return path
 
 
@@ -102,11 +102,11 @@ def test_a_damaged_library_is_not_used_where_none_can_be_built(
 def test_a_library_without_a_function_or_of_another_machine_is_refused(
     tmp_path: Path, library: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, data in (("codecs.so", library), ("other.so", b"no ELF" + hashlib.sha256(b"no ELF").digest())):
+    for name, data in (("libcodecs.so", library), ("other.so", b"no ELF" + hashlib.sha256(b"no ELF").digest())):
         (tmp_path / name).write_bytes(data)
     monkeypatch.setattr(load, "CODEC_OPERATIONS", {"int8": ("encode", "transpose")})
     with pytest.raises(OSError, match="lacks transpose_int8"):
-        load.open_library(tmp_path / "codecs.so")
+        load.open_library(tmp_path / "libcodecs.so")
     with pytest.raises(OSError, match=r"other\.so"):
         load.open_library(tmp_path / "other.so")
 
