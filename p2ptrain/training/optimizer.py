@@ -376,7 +376,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
 
     def _is_due(self, batch_samples: int, batch_seconds: float) -> bool:
         if self._every > 1:
-            self._bridge.call_soon(self.synchronizer.pacing.note, self.steps_in_round, batch_seconds)
+            self.synchronizer.pacing.note(self.steps_in_round, batch_seconds, self._bridge.call_soon)
             return self.synchronizer.is_due(self.steps_in_round)
         if self.synchronizer.position.is_closing:
             return True
@@ -406,7 +406,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
         else:  # Retry after a part of a round's steps.
             self._first_step = self.work.steps + max(1, self._steps_per_round // 4) - self._steps_per_round
         if self._every > 1:
-            self._bridge.call_soon(self.synchronizer.pacing.note, self.steps_in_round)
+            self.synchronizer.pacing.note(self.steps_in_round, call_soon=self._bridge.call_soon)
         return self.last_result
 
     def follow(self) -> None:

@@ -31,6 +31,8 @@ LEAST_WAIT_SECONDS = 1.0
 CLOCK_SECONDS = 0.001  # resolution of waits
 NEW_SHARE = 0.5  # weight of the last step in the mean length of steps
 MAX_ASKED = 3
+OnLoop = Callable[[Callable[[], None]], object]
+"""Calls a function on the event loop."""
 
 
 class Pacing:
@@ -120,8 +122,11 @@ class Pacing:
             return steps >= self._every
         return steps >= MOST_ROUNDS * self._every
 
-    def note(self, steps: int, seconds: float = 0.0) -> None:
-        """Record the steps done in the round, and the seconds of the last one; 0 at the start of a round."""
+    def note(self, steps: int, seconds: float = 0.0, call_soon: OnLoop = lambda wake: wake()) -> None:
+        """Record the steps done in the round, and the seconds of the last one; 0 at the start of a round.
+
+        Another thread gives ``call_soon``. Each call makes it wait for the loop, so there is one only before a report.
+        """
         if self._loop is None:
             return
         if seconds:
@@ -130,7 +135,7 @@ class Pacing:
         self._steps, self._step_began = steps, self._loop.time()
         if self._resting is None and (self._is_silent or not seconds or steps == 1):
             self._is_silent = False
-            self._changed.set()
+            call_soon(self._changed.set)
 
     @property
     def seconds_left(self) -> float | None:

@@ -155,7 +155,7 @@ class ScriptedSynchronizer:
     @property
     def pacing(self) -> SimpleNamespace:
         """It needs no pace."""
-        return SimpleNamespace(note=lambda steps, seconds=0.0: None)
+        return SimpleNamespace(note=lambda *values, **named: None)
 
     def is_due(self, steps: int) -> bool:
         return steps >= self.steps_per_round

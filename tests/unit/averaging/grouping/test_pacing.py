@@ -1,7 +1,7 @@
 """What a trainer reports of its local steps, and when it ends a round, whatever it hears of the others."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
@@ -75,6 +75,18 @@ async def test_peers_step_until_the_instant_that_the_leader_foresees(pair: Two) 
     left = follower.pacing.seconds_left
     assert left is not None
     assert left == pytest.approx(EVERY - 4, abs=0.5), "the fourth step is done just now"
+
+
+@simulated(two, seed=1)
+async def test_steps_of_another_thread_wake_the_loop_only_for_a_report(pair: Two) -> None:
+    leader, follower = pair
+    woken = list[Callable[[], None]]()
+    for steps in range(1, 7):
+        follower.pacing.note(steps, 0.25, woken.append)
+        await asyncio.sleep(0.25)
+    assert len(woken) == 1
+    await asyncio.sleep(REPORT_SECONDS)
+    assert leader.reports()[follower.id].steps == 6, "the others are in the next report"
 
 
 @simulated(two, seed=1)
