@@ -34,6 +34,10 @@ Train = Callable[[Swarm, int, int], Any]
 """Trains one site: takes its swarm, its number and the seed; returns its result."""
 Curves = dict[str, list[float]]
 """A measurement after each round, by the name of how the model was trained. A single value is not drawn."""
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload(
+    ["torch._dynamo", "hivemind", "p2ptrain.node.run", "sklearn.metrics", "sklearn.datasets"]
+)
 
 
 def main(
@@ -126,8 +130,7 @@ def run_all(
 ) -> dict[str, list[Any]]:
     """Run each swarm with all its sites as processes; return the sites' results by the name of the manifest."""
     found: dict[str, list[Any]] = {}
-    spawn = multiprocessing.get_context("spawn")
-    with spawn.Manager() as manager, spawn.Pool(count) as pool:
+    with PROCESSES.Manager() as manager, PROCESSES.Pool(count) as pool:
         for manifest in map(Manifest.model_validate, manifests):
             run = functools.partial(run_site, train, manifest, manager.Queue(), seed, count, keep)
             found[manifest.name] = [
@@ -154,7 +157,7 @@ def run_site(
 
 def in_parallel(function: Callable[..., Any], tasks: Sequence[tuple[Any, ...]]) -> list[Any]:
     """Call a function with each tuple of arguments, in two processes; return the results in order."""
-    with multiprocessing.get_context("spawn").Pool(2, torch.set_num_threads, (1,)) as pool:
+    with PROCESSES.Pool(2, torch.set_num_threads, (1,)) as pool:
         return pool.starmap(function, tasks, chunksize=1)
 
 
