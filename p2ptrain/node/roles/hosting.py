@@ -59,10 +59,6 @@ class Hosting:
         """Refuse microbatches while paused; those in flight complete, and the stage follows its rounds."""
         self.migrator.hosted.host.is_resting = paused
 
-    def finish(self) -> None:
-        """End `run` after the next round that has this host's work."""
-        self.migrator.hosted.rounds.finish()
-
     async def run(self) -> None:
         """Host until stopped, or until the last round is saved and evaluated."""
         await self.migrator.run()

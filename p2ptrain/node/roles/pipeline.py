@@ -51,7 +51,7 @@ async def take_part(peer: Peer, config: PeerConfig, signals: StopSignals) -> Non
         parts.append(feeding.run())
     signals.wishes.join(lambda paused: peer.set_state("resting" if paused else "training"))
     if hosting is not None:
-        signals.wishes.join(hosting.pause, hosting.finish)
+        signals.wishes.join(hosting.pause, lambda: hosting.migrator.hosted.rounds.finish())
     if feeding is not None:
         signals.wishes.join(feeding.pause, feeding.finish)
     async with Tasks() as tasks:
