@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import cast
 
 from benchmarks.findings import Finding, Section
-from benchmarks.serving_speculation import NUM_STAGES, ONE_WAY, TEXT, MeasuredRuntime
+from benchmarks.serving_chain import ComputedRuntime
+from benchmarks.serving_speculation import NUM_STAGES, ONE_WAY, TEXT
 from p2ptrain.models import Span, build_stage, whole
 from p2ptrain.models.exact import ExactStage, exact_stage
 from p2ptrain.models.pretrained import describe_pretrained
@@ -75,11 +76,11 @@ def _answer(
 
     async def main(network: SimulatedNetwork) -> tuple[list[int], float, str]:
         swarm = ServingSwarm(
-            network, NUM_STAGES, vocabulary=stages[0].vocabulary, runtime=MeasuredRuntime, speculates=speculates,
+            network, NUM_STAGES, vocabulary=stages[0].vocabulary, runtime=ComputedRuntime, speculates=speculates,
             kind=lambda number: cast(SmallStage, stages[number]),
         )  # fmt: skip
         await swarm.start(*[1] * NUM_STAGES)
-        client, loop = await swarm.start_client(runtime=MeasuredRuntime), asyncio.get_running_loop()
+        client, loop = await swarm.start_client(runtime=ComputedRuntime), asyncio.get_running_loop()
         client.generator.draft = draft
         start = loop.time()
         ids, _ = await client.peer.spawn(client.ask(prompt, ANSWER, sampling))

@@ -43,7 +43,7 @@ CLOCK_SECONDS = 300.0
 """Difference of clocks that these checks allow."""
 STALLED_SECONDS = 300.0
 """Time without progress after which a host ends a session; < `IDLE_SECONDS`."""
-AHEAD = 8
+AHEAD = 32
 """Tokens that the last host may draw beyond those that the client has taken."""
 MAX_DRAFTS = AHEAD - 1
 """Drafted rows of a session at a time: with the token after them, as many as one grant permits."""

@@ -21,15 +21,16 @@ from p2ptrain.models.exact import PAGE, ExactStage, Part, exact_stage
 from p2ptrain.models.pretrained import describe_pretrained, longest_context
 from p2ptrain.models.tokenizers import load_pretrained_tokenizer
 from p2ptrain.runtime import Runtime
-from p2ptrain.serving.host.speculation import TRIAL_EVERY, TRIAL_PART, TRIAL_TOKENS, Account, Lookup
+from p2ptrain.serving.host.speculation import TRIAL_EVERY, TRIAL_PART, Account, Lookup
 from p2ptrain.serving.journal import Journal
-from p2ptrain.serving.messages import AHEAD
 from p2ptrain.serving.sampling import Sampling, draw
 
 logger = logging.getLogger(__name__)
 
-LONG_MATCH = 3
-"""Last tokens that occurred before, from which on what followed them is a better guess than the model's."""
+PIECE, LEAST_WAVE_SECONDS = 2, 0.002
+"""Guesses that leave together, while the draft computes the next ones; tokens closer than that came in one wave."""
+CLOSE_MATCH = 8
+"""Tokens alike before an earlier place, from which on what followed there is a better guess than the model's."""
 
 
 def load_draft(folder: Path, vocabulary: int, tokenizer: Any) -> Draft:
@@ -94,28 +95,26 @@ class Guesses:
             return []
         whole = list(ids)
         at = min(at, len(ids) - 1)
-        while True:
+        for _ in range(max(count, 1)):
             rows = whole[at:]
             self._ids[at:] = rows
             hidden = self._stage.step([Part(len(rows), at, self._pages)], torch.tensor(rows), self._store)
-            if len(whole) - len(ids) == count:
-                return whole[len(ids) :]
             at = len(whole)
-            logits = self._stage.logits(hidden[-1:])[0]
-            whole.append(draw(logits, at, whole, self._sampling, self._prompt).id)
-            if len(whole) - len(ids) == count:
-                return whole[len(ids) :]
+            if count:
+                whole.append(draw(self._stage.logits(hidden[-1:])[0], at, whole, self._sampling, self._prompt).id)
+        return whole[len(ids) :]
 
 
 class Proposals:
     """Appends drafts to the journal of a session, a wave at a time, while they pay.
 
-    The hosts draft while this client does not. So it is silent for `TRIAL_TOKENS` now and then, and its drafts have to
-    be better than theirs.
+    The hosts draft while this client does not. So it is silent now and then where they may draft, until it knows their
+    pace, and its drafts have to be better than theirs.
 
     A wave begins with the token after all drafts of the wave before: the first stage's host computes its row at once,
     and the drafts reach the host later. So a wave with drafts takes no longer than one without, except to tell that a
-    draft was right. Where the last tokens occurred before, what followed them is taken in place of a guess.
+    draft was right. Guesses leave in pieces, each before it is known whether those before it are right. Where similar
+    text occurred before, what followed it is taken in place of guesses.
     """
 
     def __init__(self, runtime: Runtime, journal: Journal, guesses: Guesses, stop: int) -> None:
@@ -131,42 +130,50 @@ class Proposals:
             logger.warning("going on without the draft, which failed: %s", error)
 
     async def _run(self) -> None:
-        journal, loop = self._journal, asyncio.get_running_loop()
+        journal, account, now = self._journal, self._account, asyncio.get_running_loop().time
         await self._runtime.serve(self._guesses.follow, list(journal.ids), 0)
-        first = start = end = journal.known
-        drafted, trims, since = 0, len(journal.trims), -1.0
-        account, trial_end = self._account, 0
-        # Part of a time without drafts: first token, number, beginning.
-        quiet: tuple[int, int, float] | None = None
+        start = end = journal.known
+        drafted, trims, since = 0, len(journal.trims), now()
+        waves, longest, is_trial = 0, 0.0, False
+        silent: list[tuple[int, float]] = []  # First tokens of waves without drafts, and when they came.
         while True:
             while journal.known <= end and len(journal.trims) == trims:
                 await journal.changed.wait()
-            now = loop.time()
-            if since >= 0 and (drafted or now - since > account.plain / 2):  # Else it is of the hosts' wave before.
-                account.note(drafted, min(drafted, journal.known - start - 1), now - since)
-            account.until_trial -= journal.known - start
-            start, trims = journal.known, len(journal.trims)
-            # As many tokens may have waited for the client's connection: their pace is none.
-            since = now if start >= first + AHEAD else -1.0
+            seconds, came = now() - since, now()
+            is_wave = seconds > max((account.plain or longest) / 2, LEAST_WAVE_SECONDS)  # Else it is of the one before.
+            longest = max(longest, seconds) if waves else 0.0
+            if waves > 1 and (drafted or is_wave):
+                account.note(drafted, min(drafted, journal.known - start - 1), seconds)
+            waves += is_wave  # The second one may have begun before the client was connected.
+            if is_wave and not drafted:
+                silent.append((start, came))
+                at, began = silent[:2][-1]  # Hosts may have left the first one to this client.
+                if start >= at + TRIAL_PART:
+                    account.rival, account.balance = (came - began) / (start - at), min(account.balance, 0.0)
+                    is_trial, silent = False, [silent[-1]] * 2
+            ids = journal.ids[: journal.known]
+            if self._lookup.draft(ids, 1):  # The hosts may draft here, too.
+                account.until_trial -= len(ids) - start
+            start, trims, since = len(ids), len(journal.trims), came
             if account.until_trial <= 0:
-                account.until_trial, trial_end = TRIAL_EVERY, start + TRIAL_TOKENS
-            count = account.choose() if start >= trial_end else 0
-            if count:
-                quiet = None
-            elif quiet is None:
-                quiet = (start, 0, now)
-            elif start >= quiet[0] + TRIAL_PART:
-                at, number, began = quiet
-                account.rival = (now - began) / (start - at) if number else account.rival
-                quiet = (start, number + 1, now)
-            drafts = await self._drafts(list(journal.ids), min(self._stop - start, count))
-            known = journal.ids[start : journal.known]  # Drawn while the draft computed.
-            is_late = len(journal.trims) > trims or known != drafts[: len(known)]
-            drafted, end = len(drafts), start if is_late else start + len(drafts)
-            if not is_late and len(drafts) > len(known):
-                journal.append(drafts[len(known) :], known=journal.known)
+                account.until_trial, is_trial = TRIAL_EVERY, True
+            if count := min(self._stop - start, 0 if is_trial else account.choose()):
+                silent = []
+            drafted, is_late = await self._propose(ids, count)
+            end = start if is_late else start + drafted
 
-    async def _drafts(self, ids: list[int], count: int) -> list[int]:
-        if (drafts := self._lookup.draft(ids, count, LONG_MATCH)) or count <= 0:
-            return drafts
-        return await self._runtime.serve(self._guesses.follow, ids, count)
+    async def _propose(self, ids: list[int], count: int) -> tuple[int, bool]:
+        """Append up to ``count`` drafts after ``ids``; return how many, and whether others were drawn meanwhile."""
+        journal, trims = self._journal, len(self._journal.trims)
+        drafts = self._lookup.draft(ids, count, CLOSE_MATCH)
+        is_whole = bool(drafts) or count <= 0
+        while True:
+            known = journal.ids[len(ids) : journal.known]  # Drawn while the draft computed.
+            if len(journal.trims) > trims or known != drafts[: len(known)]:
+                return len(drafts), True
+            if len(ids) + len(drafts) > journal.end:
+                journal.append(drafts[journal.end - len(ids) :], known=journal.known)
+            if is_whole or len(drafts) >= count:
+                return len(drafts), False
+            more = await self._runtime.serve(self._guesses.follow, [*ids, *drafts], min(PIECE, count - len(drafts)))
+            drafts, is_whole = drafts + more, not more

@@ -6,7 +6,8 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-MAX_DECODE_ROWS = 64
+MAX_DECODE_ROWS, MAX_DRAFTED_ROWS = 64, 8
+"""Rows of sessions that decode in a batch; of one of them beside others, most of which are drafts."""
 MAX_PROMPT_ROWS = 64
 """Prompts' rows of a batch while sessions decode, at most."""
 ALONE_ROWS = 256
@@ -103,9 +104,10 @@ def next_batch(
     num_recent = sum(now - at < DECODING_SECONDS for at in decoded_at)
     batch: list[tuple[int, int]] = []
     left = MAX_DECODE_ROWS
+    most = left if max(len(decoding), num_recent) < 2 else MAX_DRAFTED_ROWS
     for index in decoding:
         if left > 0:
-            batch.append((index, min(waiting[index].rows, left)))
+            batch.append((index, min(waiting[index].rows, left, most)))
             left -= batch[-1][1]
     num_decoding = max(MAX_DECODE_ROWS - left, min(num_recent, MAX_DECODE_ROWS))
     room = costs.prompt_rows(num_decoding)

@@ -16,14 +16,15 @@ from p2ptrain.serving.sampling import Drawn
 
 MAX_OTHER_ROWS = 4
 """Rows of other sessions in a batch, above which drafts would delay them for little."""
-MAX_MATCH, MAX_CANDIDATES = 8, 16
-"""Tokens to compare with an earlier occurrence, and occurrences to compare: they bound the time of a look-up."""
+MAX_MATCH, MAX_CANDIDATES, ALIKE = 32, 16, 24
+"""Tokens to compare with those at an earlier place, and places: they bound the time of a look-up. Tokens alike before
+the last one, from which on that may have replaced another."""
 STAKE = 0.01
 """Share of the time that drafts may lose while they find nothing."""
 MAX_SAVED = 4.0
 """Most of the balance, in plain waves: text that drafts fit no more may lose so much."""
-TRIAL_EVERY, TRIAL_TOKENS, TRIAL_PART = 1024, 32, 8
-"""Tokens from one trial of others' drafts to the next, of a trial, and of its parts; the first one tells no pace."""
+TRIAL_EVERY, FIRST_TRIAL, TRIAL_PART = 1024, 16, 8
+"""Tokens from one trial of others' drafts to the next, before the first one, and of a trial."""
 PACE_SHARE = 0.2
 """Weight of the newest wave in the averages."""
 
@@ -46,29 +47,32 @@ class Lookup:
         self._earlier: list[int] = [-1]
 
     def draft(self, ids: Sequence[int], count: int, least: int = 2) -> list[int]:
-        """Return up to ``count`` tokens that follow the longest earlier occurrence of the last ``least`` or more.
+        """Return up to ``count`` tokens that followed the place most like the end: the last two tokens are equal there.
 
-        ``ids`` begins with those of the call before. The time is linear in the new ids and in ``count``.
+        It needs ``least`` equal ones of the last `MAX_MATCH`, and returns more the more are equal. If the last token
+        replaced another one in text that was equal, what followed that one is returned. ``ids`` begins with those of
+        the call before. The time is linear in the new ids and in ``count``.
         """
         end = len(ids)
         for at in range(len(self._earlier), end):
             pair = (ids[at - 1], ids[at])
             self._earlier.append(self._latest.get(pair, -1))
             self._latest[pair] = at
-        at, best, longest = self._earlier[-1], -1, 0
-        for _ in range(MAX_CANDIDATES if count else 0):
-            if at < 0:
-                break
-            length = 0
-            while length <= min(at, MAX_MATCH - 1) and ids[at - length] == ids[end - 1 - length]:
-                length += 1
-            if length > longest:
-                best, longest = at, length
+        for skipped, enough in ((0, least), (1, ALIKE)) if count else ():
+            alike, at = self._closest(ids, end - skipped)
+            if alike >= enough:
+                first, most = at + 1 + skipped, alike // 4 if skipped else 3 * alike
+                return [ids[first + step % (end - first)] for step in range(min(count, most))]
+        return []
+
+    def _closest(self, ids: Sequence[int], end: int) -> tuple[int, int]:
+        """Return how many tokens are equal at the place most like those before ``end``, and its last position."""
+        places, at = [], self._earlier[end - 1]
+        while at >= 0 and len(places) < MAX_CANDIDATES:
+            alike = sum(ids[at - back] == ids[end - 1 - back] for back in range(min(at + 1, MAX_MATCH)))
+            places.append((alike, at))
             at = self._earlier[at]
-        if longest < least:
-            return []
-        period = end - best - 1
-        return [ids[best + 1 + step % period] for step in range(count)]
+        return max(places, default=(0, -1))
 
 
 class Account:
@@ -87,7 +91,7 @@ class Account:
 
     def __init__(self) -> None:
         self.balance = self.plain = 0.0
-        self.rival, self.until_trial = math.inf, TRIAL_TOKENS
+        self.rival, self.until_trial = math.inf, FIRST_TRIAL
         self._row = 0.0
         self._accepted, self._judged = 1.0, 2.0
 
@@ -111,15 +115,9 @@ class Account:
         """Return how many tokens the next wave may draft: the fastest number that risks no more than the balance."""
         if not self.plain or self.balance < 0:
             return 0
-        hit = self._accepted / self._judged
-        best, fastest, tokens = 1, 0.0, 1.0
-        for count in range(1, MAX_DRAFTS + 1):
-            if count > 1 and count * self._row > self.balance:
-                break
-            tokens += hit**count
-            if (rate := tokens / (self.plain + count * self._row)) > fastest:
-                best, fastest = count, rate
-        return best
+        hit, row, plain = self._accepted / self._judged, self._row, self.plain
+        counts = [count for count in range(1, MAX_DRAFTS + 1) if count == 1 or count * row <= self.balance]
+        return max(counts, key=lambda count: sum(hit**at for at in range(count + 1)) / (plain + count * row))
 
 
 class Speculation:

@@ -1,6 +1,7 @@
 """Random faults in simulated generations: what clients ask for, and what must hold whatever fails.
 
-Clients ask for answers of prompts that share prefixes and repeat themselves, for answers in a form, and for logits.
+Clients ask for answers of prompts that share prefixes and repeat themselves, for answers in a form, and for logits,
+with drafts of their own and without.
 Meanwhile hosts crash, restart, stall, lose channels and prefix pages, and take newer weights. Each answer has the
 tokens and probabilities of one process, no audit finds a difference, and hosts keep no session and no page.
 """
@@ -20,6 +21,7 @@ import torch
 
 from p2ptrain.models.exact import ExactStage
 from p2ptrain.network.simulated import LinkModel, SimulatedNetwork, simulate
+from p2ptrain.serving.client.draft import Draft
 from p2ptrain.serving.grammar import AnswerForm
 from p2ptrain.serving.host.sessions import ORPHAN_SECONDS
 from p2ptrain.serving.sampling import Drawn, Grammar, Sampling
@@ -169,7 +171,9 @@ class _Run:
             base = mine.choice([[], SHARED, SHARED[::-1], before])[: mine.choice([64, 200, 512])]
             prompt = [*base, *piece * mine.choice([1, 1, 3, 6])][-900:]
             what = mine.choice(["answer", "answer", "answer", "answer", "form", "logits"])
-            self.hits[what] += 1
+            has_draft = mine.random() < 0.5  # It is right about copies, or as long as there is one stage.
+            client.generator.draft = Draft(cast(ExactStage, self.kind(0)), 4096) if has_draft else None
+            self.hits.update([what, "draft"][: 1 + has_draft])
             match what:
                 case "logits" if not self.schedule.copies:
                     right = torch.equal(

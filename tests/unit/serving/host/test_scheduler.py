@@ -147,3 +147,10 @@ def test_all_that_wait_are_computed_in_the_end(prompts: list[int], decoding: int
                 rows[index] -= number
     assert not any(rows[: len(prompts)])
     assert max(turns[len(prompts) :], default=0) - min(turns[len(prompts) :], default=0) <= 1 + len(prompts)
+
+
+def test_drafts_beside_other_sessions_are_computed_a_few_at_a_time() -> None:
+    drafted, other = Waiting(32, False, 0.0), Waiting(1, False, 0.0)
+    assert next_batch([drafted], Costs()) == [(0, 32)]
+    assert next_batch([drafted, other], Costs()) == [(0, 8), (1, 1)]
+    assert next_batch([drafted], Costs(), [0.0, 0.0], DECODING_SECONDS / 2) == [(0, 8)]

@@ -117,13 +117,13 @@ async def test_nothing_is_drawn_after_a_stop_the_last_token_or_on_a_shadow() -> 
 
 @on_loop
 async def test_a_substitute_draws_what_the_client_lacks_again_and_no_more() -> None:
-    held = session(ticket())
-    put(held, 0, [*PROMPT, *range(5, 15)])
-    assert compute(held, 15) == []  # Token 15 is beyond the first grant.
-    held.listen(11)
-    assert compute(held, 0) == [11, 12, 13, 14]
-    held.grant(16, "first")
-    assert compute(held, 0) == [15]
+    held, end = session(ticket(max_tokens=80)), 5 + AHEAD + 2
+    put(held, 0, [*PROMPT, *range(5, end)])
+    assert compute(held, end) == []  # The next token is beyond the first grant.
+    held.listen(end - 4)
+    assert compute(held, 0) == [*range(end - 4, end)]
+    held.grant(end + 1, "first")
+    assert compute(held, 0) == [end]
 
 
 @on_loop
