@@ -82,7 +82,7 @@ def speculation(spec: ModelSpec, threads: int, repeats: int) -> Section:
         found: list[tuple[float, float]] = []
         for seed in range(repeats):
             plain, _ = _answer(stages, text, answer, False, None, seed)
-            drafted, share = _answer(stages, text, answer, guesser is None, guesser, seed)
+            drafted, share = _answer(stages, text, answer, True, guesser, seed)
             found.append((plain, drafted))
             section.rows.append((name, f"{plain:.2f}", f"{drafted:.2f}", share))
         ratio = statistics.median(plain / drafted for plain, drafted in found)

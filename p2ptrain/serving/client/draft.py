@@ -164,12 +164,12 @@ class Proposals:
 
     async def _propose(self, ids: list[int], count: int) -> tuple[int, bool]:
         """Append up to ``count`` drafts after ``ids``; return how many, and whether others were drawn meanwhile."""
-        journal, trims = self._journal, len(self._journal.trims)
+        journal = self._journal
         drafts = self._lookup.draft(ids, count, CLOSE_MATCH)
         is_whole = bool(drafts) or count <= 0
         while True:
             known = journal.ids[len(ids) : journal.known]  # Drawn while the draft computed.
-            if len(journal.trims) > trims or known != drafts[: len(known)]:
+            if known != drafts[: len(known)]:
                 return len(drafts), True
             if len(ids) + len(drafts) > journal.end:
                 journal.append(drafts[journal.end - len(ids) :], known=journal.known)

@@ -67,7 +67,7 @@ class Lookup:
 
     def _closest(self, ids: Sequence[int], end: int) -> tuple[int, int]:
         """Return how many tokens are equal at the place most like those before ``end``, and its last position."""
-        places, at = [], self._earlier[end - 1]
+        places, at = list[tuple[int, int]](), self._earlier[end - 1]
         while at >= 0 and len(places) < MAX_CANDIDATES:
             alike = sum(ids[at - back] == ids[end - 1 - back] for back in range(min(at + 1, MAX_MATCH)))
             places.append((alike, at))

@@ -102,7 +102,9 @@ class PacedRuntime(Runtime):
     serve_seconds, row_seconds = 0.01, 0.0
 
     async def serve(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        rows = len(args[-1]) if isinstance(args[-1], torch.Tensor) else sum(share.part.rows for share in args[-1])
+        rows = args[-1]  # Or their number, or a batch.
+        if not isinstance(rows, int):
+            rows = len(rows) if isinstance(rows, torch.Tensor) else sum(share.part.rows for share in rows)
         await asyncio.sleep(self.serve_seconds + self.row_seconds * rows)
         return function(*args, **kwargs)
 

@@ -29,6 +29,7 @@ from tests.support.sim.serving import (
     END,
     VOCABULARY,
     CopyingStage,
+    PacedRuntime,
     ServingSwarm,
     SimulatedClient,
     SmallStage,
@@ -107,7 +108,7 @@ class _Run:
         )
         await swarm.start(*[schedule.num_replicas] * schedule.num_stages)
         clients = [
-            await swarm.start_client(f"client{number}", PATIENCE_SECONDS, audit_share=0.3)
+            await swarm.start_client(f"client{number}", PATIENCE_SECONDS, audit_share=0.3, runtime=PacedRuntime)
             for number in range(schedule.num_clients)
         ]
         audits = [client.peer.spawn(client.generator.auditor.run()) for client in clients]
