@@ -17,6 +17,7 @@ from pathlib import Path
 
 from benchmarks.findings import Finding, Section
 from p2ptrain.manifest import ModelSpec
+from p2ptrain.models.exact import WeightFormat
 from p2ptrain.network.link import SwarmLink
 from p2ptrain.node.serving.client import SwarmModel
 from p2ptrain.node.serving.thread import ModelThread
@@ -30,12 +31,16 @@ FAILOVER_GOALS = {signal.SIGKILL: 0.5, signal.SIGSTOP: 2.0}
 
 
 class Hosts:
-    """A seed and hosts; a context manager that ends them. The first host of each stage is the first listed."""
+    """A seed and hosts; a context manager that ends them. The first host of each stage is the first listed.
 
-    def __init__(self, spec: ModelSpec, stages: tuple[int, ...]) -> None:
+    Hosts have the benchmark's own priority, unlike those of 'p2ptrain join': others share the cores.
+    """
+
+    def __init__(self, spec: ModelSpec, stages: tuple[int, ...], weights: WeightFormat = "fp32") -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="p2ptrain-serving-"))
         self._spec = spec
         self._stages = stages
+        self._weights = weights
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self.link = ""
 
@@ -64,11 +69,15 @@ class Hosts:
         self.link = self._wait(seed, "seed", lambda log: link.read_text().strip() if link.exists() else "")
         for number, stage in enumerate(self._stages):
             name = f"host{number}"
+            role = self._folder / f"{name}.toml"
+            role.write_text(
+                f'role = "stage"\nname = "{name}"\nallow_path = ["{self._folder / "text"}"]\n'
+                f'[serving]\nenabled = true\nweights = "{self._weights}"\n[pipeline]\nstage = {stage}\n'
+                f'[network]\nlisten = ["{LOOPBACK}"]\n[resources]\nthreads = 1\n'
+            )
             process = self._start_one(
-                name, "join", self.link, "--yes", "--serve", "--role", "stage", "--stage", str(stage), "--name", name,
-                "--run-dir", str(self._folder / name), "--listen", LOOPBACK, "--threads", "1",
-                "--allow-path", str(self._folder / "text"),
-            )  # fmt: skip
+                name, "peer", str(role), "--link", self.link, "--run-dir", str(self._folder / name)
+            )
             self._wait(process, name, lambda log: log.partition("serving round")[1])
 
     def _run(self, *words: str) -> None:

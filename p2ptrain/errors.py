@@ -23,6 +23,7 @@
             ├── PeerLostError          its stream ended
             │   └── PeerSilentError    its stream is open but silent
             ├── PeerRefusedError       it refused, with a reason
+            │   └── PeerBusyError          it serves as many streams as it may
             └── ProtocolError          it violated the protocol
 
 A message names the fault and the remedy in one line. The command line exits with ``exit_code``.
@@ -147,6 +148,10 @@ class PeerSilentError(PeerLostError):
 
 class PeerRefusedError(PeerError):
     """The peer refused; ``reason`` is the peer's text, truncated."""
+
+
+class PeerBusyError(PeerRefusedError):
+    """The peer serves as many streams as it may: a later retry may succeed."""
 
 
 class ProtocolError(PeerError):

@@ -17,10 +17,10 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 
-from p2ptrain.errors import DeadlineError, PeerError, PeerRefusedError, ProtocolError, TemporaryError
+from p2ptrain.errors import DeadlineError, PeerBusyError, PeerError, ProtocolError, TemporaryError
 from p2ptrain.models.exact import PAGE
 from p2ptrain.network.rpc.channel import Channel
-from p2ptrain.network.rpc.endpoint import TOO_MANY_STREAMS, Rpc
+from p2ptrain.network.rpc.endpoint import Rpc
 from p2ptrain.serving.journal import Journal
 from p2ptrain.serving.messages import (
     CLOCK_SECONDS,
@@ -253,10 +253,8 @@ class StageLink:
         """Return the position up to which a host has rows; raise `StageFailedError` if it declines."""
         try:
             message = await channel.receive(FromHost, seconds)
-        except PeerRefusedError as refused:
-            if not refused.reason.startswith(TOO_MANY_STREAMS):
-                raise
-            raise StageFailedError(self.stage, Cause.FULL, refused.reason, RETRY_SECONDS) from refused
+        except PeerBusyError as busy:
+            raise StageFailedError(self.stage, Cause.FULL, busy.reason, RETRY_SECONDS) from busy
         match message:
             case Opened(cached):
                 return cached

@@ -80,8 +80,6 @@ OTHER_PROTOCOL = "protocol "
 """Start of the refusal of another protocol version; the version follows."""
 OTHER_SWARM = "another swarm"
 """Start of the refusal of a peer with another manifest."""
-TOO_MANY_STREAMS = "too many streams"
-"""Start of the refusal of one more stream."""
 NOT_SERVED = "is not served by this peer"
 """End of the refusal of an unknown name."""
 
@@ -113,12 +111,13 @@ class _Service:
 
 
 class _RefusalError(Exception):
-    """Refusal of an incoming stream: ``cause`` is counted, ``reason`` is sent to the peer."""
+    """Refusal of an incoming stream: ``cause`` is counted, ``reason`` and ``is_busy`` are sent to the peer."""
 
-    def __init__(self, cause: str, reason: str) -> None:
+    def __init__(self, cause: str, reason: str, *, is_busy: bool = False) -> None:
         super().__init__(reason)
         self.cause = cause
         self.reason = reason
+        self.is_busy = is_busy
 
 
 class Rpc:
@@ -382,9 +381,10 @@ class Rpc:
         if self._closed:
             raise _RefusalError("closing", "this peer is leaving")
         if self.inbound[peer] >= MAX_INBOUND_STREAMS_PER_PEER:
-            raise _RefusalError(TOO_MANY_STREAMS, f"{TOO_MANY_STREAMS} from this peer: close some first")
+            reason = "too many streams from this peer: close some first"
+            raise _RefusalError("too many streams", reason, is_busy=True)
         if len(self._inbound_tasks) >= MAX_INBOUND_STREAMS:
-            raise _RefusalError("busy", f"{TOO_MANY_STREAMS}: try again later")
+            raise _RefusalError("busy", "too many streams: try again later", is_busy=True)
 
     async def _read_header(self, stream: Stream) -> tuple[_Service, Any]:
         peer = stream.remote
@@ -430,7 +430,7 @@ class Rpc:
         self._refusing += 1
         try:
             async with asyncio.timeout(REFUSAL_SECONDS):
-                data = error_frame(refusal.reason)
+                data = error_frame(refusal.reason, is_busy=refusal.is_busy)
                 await stream.write(data)
                 self.traffic.sent += len(data)
                 # Closing while the peer still writes could lose the reason: read until the peer ends the stream.

@@ -48,9 +48,10 @@ class Kind(IntEnum):
 
 
 class Refusal(Message, frozen=True):
-    """Payload of an ERROR frame: the reason, as text for people."""
+    """Payload of an ERROR frame: the reason, as text for people; ``is_busy`` refuses one more stream for now."""
 
     reason: Annotated[str, Meta(max_length=MAX_REASON_CHARACTERS)]
+    is_busy: bool = False
 
 
 def pack(message: object) -> bytes:
@@ -93,10 +94,10 @@ def ping_frame(num_arrived: int) -> bytes:
     return frame(Kind.PING, COUNT.pack(num_arrived))
 
 
-def error_frame(reason: str) -> bytes:
+def error_frame(reason: str, *, is_busy: bool = False) -> bytes:
     """Return an ERROR frame; the reason is truncated and made printable."""
     text = "".join(each if each.isprintable() else " " for each in reason[:MAX_REASON_CHARACTERS])
-    return frame(Kind.ERROR, pack(Refusal(text)))
+    return frame(Kind.ERROR, pack(Refusal(text, is_busy)))
 
 
 class RateLimit:

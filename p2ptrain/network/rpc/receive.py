@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable
 
 from p2ptrain.buffers import Buffer
-from p2ptrain.errors import PeerRefusedError, ProtocolError
+from p2ptrain.errors import PeerBusyError, PeerRefusedError, ProtocolError
 from p2ptrain.network.rpc.frames import (
     COUNT,
     FRAME,
@@ -234,7 +234,7 @@ class FrameReader:
 
         Raises:
             PeerLostError: The stream ended without a last frame.
-            PeerRefusedError: The peer refused; ``reason`` says why.
+            PeerRefusedError, PeerBusyError: The peer refused; ``reason`` says why.
             ProtocolError: A frame is malformed, too long, or unexpected by the owner.
         """
         while (kind := await self._read_frame()) not in (Kind.END, Kind.ACK):
@@ -252,7 +252,7 @@ class FrameReader:
             await self._read_bulk(length, kind)
         elif kind == Kind.ERROR and length <= MAX_REASON_BYTES:
             refusal = unpack(await self._read(length), self._remote, Refusal)
-            raise PeerRefusedError(self._remote, refusal.reason)
+            raise (PeerBusyError if refusal.is_busy else PeerRefusedError)(self._remote, refusal.reason)
         elif kind == Kind.PING and length == COUNT.size:
             (num_received,) = COUNT.unpack(await self._read(length))
             self._on_ping(num_received)

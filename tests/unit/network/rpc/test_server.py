@@ -6,7 +6,7 @@ from typing import Any
 import msgpack
 import pytest
 
-from p2ptrain.errors import DeadlineError, PeerLostError, PeerRefusedError
+from p2ptrain.errors import DeadlineError, PeerBusyError, PeerLostError, PeerRefusedError
 from p2ptrain.manifest import PROTOCOL_VERSION, Manifest, SignedManifest
 from p2ptrain.network.admission import Admission, Issuer
 from p2ptrain.network.rpc import endpoint
@@ -110,6 +110,18 @@ async def test_a_slow_header_is_cut_off_however_slowly_it_drips(network: Simulat
             await dripping
         assert server.rpc.refusals == {(stranger.rpc.peer_id, "slow header"): 1}
         await until(lambda: server.peer.transport.num_streams == 0)
+
+
+@pytest.mark.parametrize("bound", ["MAX_INBOUND_STREAMS", "MAX_INBOUND_STREAMS_PER_PEER"])
+@simulated()
+async def test_a_caller_beyond_the_streams_that_a_peer_serves_is_told_that_it_is_busy(
+    network: SimulatedNetwork, monkeypatch: pytest.MonkeyPatch, bound: str
+) -> None:
+    monkeypatch.setattr(endpoint, bound, 0)
+    async with members(network, 2) as (caller, server):
+        server.rpc.serve("double", dict, double)
+        with pytest.raises(PeerBusyError, match="too many streams"):
+            await caller.rpc.call(server.rpc.peer_id, "double", {"number": 4}, dict, 5)
 
 
 @simulated()
