@@ -29,7 +29,7 @@ from benchmarks.harness import Measured, alternate, arguments, paired
 from benchmarks.serving_batches import beside_prompts
 from benchmarks.serving_chain import direct_tokens, long_prompts
 from benchmarks.serving_draft import drafting
-from benchmarks.serving_hosts import decoding_on_hosts, failover, prefixes
+from benchmarks.serving_hosts import decoding_on_hosts, failover, memory, prefixes
 from benchmarks.serving_speculation import speculation
 from benchmarks.serving_training import beside_training
 from benchmarks.serving_versions import versions
@@ -268,6 +268,7 @@ def main() -> int:
         "beside-prompts": partial(beside_prompts, SPEC, 20 if options.quick else 150),
         "beside-training": partial(beside_training, SPEC, 1 if options.quick else 5, 60 if options.quick else 150),
         "hosts": lambda: decoding_on_hosts(SPEC, timed(Plain(model()[1])), 30 if options.quick else 100),
+        "memory": partial(memory, SPEC, *((2, 256) if options.quick else (8, 512))),
         "prefixes": partial(prefixes, SPEC, 3 if options.quick else 10),
         "direct-tokens": partial(direct_tokens, SPEC, 1 if options.quick else 3),
         "long-prompts": partial(long_prompts, SPEC, 1 if options.quick else 3),

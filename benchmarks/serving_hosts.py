@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
+import math
 import os
 import shutil
 import signal
@@ -15,18 +17,31 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
+
 from benchmarks.findings import Finding, Section
+from benchmarks.harness import pss_bytes
 from p2ptrain.manifest import ModelSpec
+from p2ptrain.models import SERVED_BYTES, model_blocks
+from p2ptrain.models.blocks import Span, stage_shapes
 from p2ptrain.models.exact import WeightFormat
 from p2ptrain.network.link import SwarmLink
 from p2ptrain.node.serving.client import SwarmModel
 from p2ptrain.node.serving.thread import ModelThread
+from p2ptrain.pipeline.plan import stage_blocks
 from p2ptrain.serving.sampling import Sampling
 
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 START_SECONDS = 180.0
 GREEDY = Sampling(temperature=0.0)
 PREFIX, REST = 512, 16
+COMMON = 128
+OTHER_MB = 300
+HOSTS_GOALS: dict[WeightFormat, dict[int, float]] = {
+    "fp32": {1: 1.4, 8: 4.5, 32: 7.0},
+    "int8": {1: 2.0, 8: 8.0, 32: 8.5},
+}
+"""Tokens a second of some sessions on two hosts, as multiples of plain transformers with one."""
 FAILOVER_GOALS = {signal.SIGKILL: 0.5, signal.SIGSTOP: 2.0}
 
 
@@ -36,11 +51,14 @@ class Hosts:
     Hosts have the benchmark's own priority, unlike those of 'p2ptrain join': others share the cores.
     """
 
-    def __init__(self, spec: ModelSpec, stages: tuple[int, ...], weights: WeightFormat = "fp32") -> None:
+    def __init__(
+        self, spec: ModelSpec, stages: tuple[int, ...], weights: WeightFormat = "fp32", role: str = "stage"
+    ) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="p2ptrain-serving-"))
         self._spec = spec
         self._stages = stages
         self._weights = weights
+        self._role = role
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self.link = ""
 
@@ -71,7 +89,7 @@ class Hosts:
             name = f"host{number}"
             role = self._folder / f"{name}.toml"
             role.write_text(
-                f'role = "stage"\nname = "{name}"\nallow_path = ["{self._folder / "text"}"]\n'
+                f'role = "{self._role}"\nname = "{name}"\nallow_path = ["{self._folder / "text"}"]\n'
                 f'[serving]\nenabled = true\nweights = "{self._weights}"\n[pipeline]\nstage = {stage}\n'
                 f'[network]\nlisten = ["{LOOPBACK}"]\n[resources]\nthreads = 1\n'
             )
@@ -123,19 +141,97 @@ async def pauses(model: SwarmModel, num_tokens: int, at: int, strike: Callable[[
     return [after - before for before, after in itertools.pairwise(times)]
 
 
+async def together(model: SwarmModel, number: int, num_tokens: int) -> float:
+    """Return the seconds a token of some sessions of one client, while all of them decode.
+
+    They have a prompt in common, whose pages the hosts have, and a token of their own after it.
+    """
+    times: list[list[float]] = []
+
+    async def ask(last: int) -> None:
+        ids = [37 * each % model.peer.manifest.model.vocabulary for each in range(COMMON)] + [last]
+        times.append(mine := [])
+        async with model.generator.generate(ids, GREEDY, max_tokens=num_tokens) as generation:
+            async for _ in generation:
+                mine.append(time.perf_counter())
+
+    await ask(0)  # Computes the common pages.
+    times.clear()
+    await asyncio.gather(*map(ask, range(1, number + 1)))
+    begin, end = max(each[0] for each in times), min(each[-1] for each in times)
+    if begin >= end:
+        raise RuntimeError(f"{number} sessions did not decode at the same time: give them more tokens")
+    return (end - begin) / sum(begin < at <= end for each in times for at in each)
+
+
 def decoding_on_hosts(spec: ModelSpec, plain_seconds: Callable[[], float], num_tokens: int) -> Section:
-    """Greedy tokens of one session on two hosts against plain transformers, in turn."""
-    section = Section("A token on hosts of two stages, milliseconds", ("contender", "milliseconds"))
-    ours, theirs = [], []
-    with Hosts(spec, (0, 1)) as hosts, ModelThread(SwarmLink.parse(hosts.link)) as thread:
-        for _ in range(3):
-            found = thread.call(pauses(thread.model, num_tokens, 0, lambda route: None))
-            ours.append(1000 * statistics.median(found))
-            theirs.append(statistics.median(plain_seconds() for _ in range(num_tokens)))
-    section.rows += [("two hosts", f"{statistics.median(ours):.1f}"), ("plain", f"{statistics.median(theirs):.1f}")]
-    ratio = statistics.median(their / our for our, their in zip(ours, theirs, strict=True))
-    section.findings.append(Finding("tokens of 1 session on 2 hosts, fp32", ratio, "plain transformers", 1.4, True))
-    section.results = {"ours": ours, "theirs": theirs}
+    """Greedy tokens of sessions on two hosts against plain transformers with one, in turn."""
+    section = Section("A token of sessions on hosts of two stages", ("weights, sessions", "ms", "plain, ms"))
+    for weights, goals in HOSTS_GOALS.items():
+        with Hosts(spec, (0, 1), weights) as hosts, ModelThread(SwarmLink.parse(hosts.link)) as thread:
+            for number, goal in goals.items():
+                ours, theirs = [], []
+                for _ in range(3):
+                    ours.append(1000 * thread.call(together(thread.model, number, num_tokens)))
+                    theirs.append(statistics.median(plain_seconds() for _ in range(num_tokens)))
+                name = f"{weights}, {number}"
+                section.rows.append((name, *(f"{statistics.median(each):.1f}" for each in (ours, theirs))))
+                ratio = statistics.median(their / our for our, their in zip(ours, theirs, strict=True))
+                what = f"tokens of {number} sessions on 2 hosts, {weights}"
+                section.findings.append(Finding(what, ratio, "plain transformers with 1", goal, at_least=True))
+                section.results[name] = {"ours": ours, "theirs": theirs}
+    return section
+
+
+async def in_use(
+    model: SwarmModel, number: int, prompt: int, num_tokens: int, measure: Callable[[], list[int]]
+) -> list[int]:
+    """Return what ``measure`` returns while some sessions, which have all their tokens, are open."""
+    found: list[int] = []
+    is_measured = asyncio.Event()
+
+    async def ask(first: int) -> None:
+        ids = [(first + 37 * each) % model.peer.manifest.model.vocabulary for each in range(prompt)]
+        async with model.generator.generate(ids, GREEDY, max_tokens=num_tokens) as generation:
+            async for _ in generation:
+                pass
+            found.append(first)
+            if len(found) == number:
+                found[:] = measure()
+                is_measured.set()
+            await is_measured.wait()
+
+    await asyncio.gather(*map(ask, range(number)))
+    return found
+
+
+def memory(spec: ModelSpec, number: int, prompt: int) -> Section:
+    """Memory of hosts that only serve, with their daemons, while sessions are open, against what it is for."""
+    num_tokens, blocks = 32, model_blocks(spec)
+    section = Section(
+        f"Memory of hosts of two stages that only serve, {number} sessions of {prompt + num_tokens} tokens, MB",
+        ("weights, stage", "measured", "weights", "keys and values", "journals", f"and {OTHER_MB}"),
+    )
+    for weights in HOSTS_GOALS:
+        with Hosts(spec, (0, 1), weights, "server") as hosts, ModelThread(SwarmLink.parse(hosts.link)) as thread:
+            processes = [psutil.Process(hosts.processes[f"host{each}"].pid) for each in (0, 1)]
+
+            def measure(processes: list[psutil.Process] = processes) -> list[int]:
+                return [pss_bytes([each, *each.children(recursive=True)]) for each in processes]
+
+            found = thread.call(in_use(thread.model, number, prompt, num_tokens, measure))
+            spans = [Span(*each) for each in stage_blocks(thread.model.peer.manifest)]
+        tokens, row = number * (prompt + num_tokens), spec.hidden // spec.heads * spec.kv_heads
+        for stage, (measured, span) in enumerate(zip(found, spans, strict=True)):
+            values = sum(math.prod(shape) for shape in stage_shapes(blocks, span).values())
+            layers = min(span.stop, len(blocks) - 1) - max(span.start, 1)
+            parts = [SERVED_BYTES[weights] * values, 2 * 4 * layers * row * tokens, 4 * spec.hidden * tokens]
+            whole = [*(each / 1e6 for each in parts), sum(parts) / 1e6 + OTHER_MB]
+            name = f"{weights}, {stage}"
+            section.rows.append((name, f"{measured / 1e6:.0f}", *(f"{each:.0f}" for each in whole)))
+            what = f"memory of a host of stage {stage}, {weights}"
+            section.findings.append(Finding(what, measured / 1e6 / whole[-1], "what it holds and 300 MB", 1.0))
+            section.results[name] = {"measured": measured, "parts": parts}
     return section
 
 

@@ -84,6 +84,7 @@ class Journal:
         trims: Ends of all trims, in order: a reader that has sent more sends from there again.
         changed: Set by the next change, which replaces it.
         row_bytes: Size of a row's hidden state.
+        together: Sessions whose last rows were computed in one batch for one host; 0 if unknown.
     """
 
     def __init__(self, ids: Sequence[int] = (), row_bytes: int = 0) -> None:
@@ -93,6 +94,7 @@ class Journal:
         self.trims: list[int] = []
         self.changed = asyncio.Event()
         self.row_bytes = row_bytes
+        self.together = 0
         self._firsts: list[int] = []
         self._chunks: list[bytes] = []
 

@@ -49,7 +49,7 @@ dial it, if that is longer."""
 DIRECT_BYTES = 1 << 30
 QUIET_SECONDS = 0.75
 """Timeout between messages of a host; > the keepalive interval `p2ptrain.serving.host.session.BEAT_SECONDS`."""
-QUIET_BEATS = 4.0
+QUIET_BEATS = 3.0
 """The same in multiples of the host's usual interval, for slow links and busy machines."""
 LONGEST_QUIET_SECONDS = 5.0
 PROGRESS_SECONDS, LEAST_PROGRESS_SECONDS = 30.0, 10.0
@@ -81,7 +81,8 @@ class _Supply:
     """One opened channel; the host there has computed the rows before ``position``.
 
     The rows before ``sent`` were sent, up to the first ``trims`` of the journal's trims. Since ``since`` the host has
-    had rows to compute, and computed none; ``longest`` is the longest such time that ended.
+    had rows to compute, and computed none; ``longest`` is the longest such time that ended. ``is_fed`` is True while
+    the last stage's host feeds it the tokens; ``seen`` of them were known here at its last keepalive.
     """
 
     position: int
@@ -90,6 +91,14 @@ class _Supply:
     trims: int
     since: float
     longest: float = 0.0
+    is_fed: bool = False
+    seen: int = 1
+
+    def note_fed(self, fed: int, known: int) -> None:
+        """Note the end of the tokens that the host was fed, which nobody needs to send, and of those known here."""
+        self.is_fed, self.seen = fed >= self.seen, known
+        if self.is_fed:
+            self.sent = max(self.sent, min(fed, known))
 
     def advance(self, position: int, now: float) -> None:
         """Note what the host has computed; raise `DeadlineError` if it has had rows to compute for too long."""
@@ -272,15 +281,13 @@ class StageLink:
             supply.trims = len(journal.trims)
             end = journal.known // PAGE * PAGE if supply.is_shadow else journal.end
             stop = min(end, first + MAX_CHUNK_ROWS, supply.position + WINDOW_ROWS)
-            if stop <= first:
+            if stop <= first or (supply.is_fed and journal.end == journal.known):
                 await changed.wait()
                 continue
-            step = Step(first, tuple(journal.ids[first:stop]), max(0, stop - journal.known))
+            step = Step(first, tuple(journal.ids[first:stop]), max(0, stop - journal.known), journal.together)
             rows = journal.rows(first, stop)  # Before the first pause: a trim may follow.
             supply.sent = stop
-            await channel.send(step)
-            if rows:
-                await channel.send_bytes(rows)
+            await channel.send(step, rows)
         await channel.send(Close())
 
     async def _hear(self, channel: Channel, supply: _Supply) -> None:
@@ -294,7 +301,8 @@ class StageLink:
             now = loop.time()
             usual, heard = max(now - heard, 0.9 * usual), now
             match message:
-                case Beat(position):
+                case Beat(position, fed):
+                    supply.note_fed(fed, self._journal.known)
                     supply.advance(min(position, self._journal.end), now)
                     if not supply.is_shadow:
                         self.position = supply.position

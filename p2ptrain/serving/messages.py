@@ -53,6 +53,7 @@ Peer = Annotated[str, Meta(min_length=1, max_length=128)]
 SessionId = Annotated[bytes, Meta(min_length=16, max_length=16)]
 Position = Annotated[int, Meta(ge=0, le=MAX_CONTEXT)]
 TokenId = Annotated[int, Meta(ge=0, lt=1 << 20)]
+Together = Annotated[int, Meta(ge=0, le=1024)]
 StageNumber = Annotated[int, Meta(ge=0, lt=MAX_STAGES)]
 Candidates = Annotated[tuple[Peer, ...], Meta(max_length=MAX_CANDIDATES)]
 Route = Annotated[tuple[Candidates, ...], Meta(max_length=MAX_STAGES)]
@@ -152,11 +153,13 @@ class Step(FromCaller, frozen=True, tag="step"):
 
     Attributes:
         drafts: So many positions before its end are drafts, those of earlier steps included. Other ids replace them.
+        together: Sessions whose rows the caller computed together for this host.
     """
 
     first: Position
     ids: Annotated[tuple[TokenId, ...], Meta(min_length=1, max_length=MAX_CHUNK_ROWS)]
     drafts: Annotated[int, Meta(ge=0, le=MAX_DRAFTS)] = 0
+    together: Together = 0
 
 
 class Close(FromCaller, frozen=True, tag="close"):
@@ -174,9 +177,10 @@ class Opened(FromHost, frozen=True, tag="opened"):
 
 
 class Beat(FromHost, frozen=True, tag="beat"):
-    """Keepalive: the host has computed the rows before ``position``."""
+    """Keepalive: the host has computed the rows before ``position``, and the last host fed it tokens up to ``fed``."""
 
     position: Position
+    fed: Position = 0
 
 
 class Moved(FromHost, frozen=True, tag="moved"):
@@ -262,10 +266,11 @@ class FeedRequest(Message, frozen=True):
 
 
 class Fed(Message, frozen=True):
-    """A drawn token, for the first stage."""
+    """A drawn token, for the first stage; ``together`` as in `Step`."""
 
     position: Position
     id: TokenId
+    together: Together = 0
 
 
 def service(stage: int) -> str:

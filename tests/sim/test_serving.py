@@ -14,6 +14,7 @@ from p2ptrain.errors import P2PTrainError, PeerRefusedError, ProtocolError
 from p2ptrain.models.exact import PAGE, ExactStage, NotFiniteError
 from p2ptrain.network.rpc import endpoint
 from p2ptrain.network.simulated import LinkModel, SimulatedNetwork, simulate
+from p2ptrain.serving import link
 from p2ptrain.serving.errors import (
     GenerationFailedError,
     MixedHostsError,
@@ -22,12 +23,15 @@ from p2ptrain.serving.errors import (
     PromptTooLongError,
 )
 from p2ptrain.serving.generation import Token
+from p2ptrain.serving.host import service as hosting
+from p2ptrain.serving.host.session import BEAT_SECONDS
 from p2ptrain.serving.host.sessions import LOOK_SECONDS, ORPHAN_SECONDS
 from p2ptrain.serving.http.app import PROBE_SECONDS
 from p2ptrain.serving.messages import (
     AHEAD,
     FEED,
     STALLED_SECONDS,
+    Beat,
     Cause,
     Close,
     DrawnToken,
@@ -36,11 +40,23 @@ from p2ptrain.serving.messages import (
     FeedRequest,
     FromHost,
     Open,
+    Step,
     service,
 )
 from p2ptrain.serving.sampling import Sampling
 from tests.support.sim.peers import until
-from tests.support.sim.serving import ARITHMETIC, DRAWN, GREEDY, VOCABULARY, ServingSwarm, digest, golden, serve, served
+from tests.support.sim.serving import (
+    ARITHMETIC,
+    DRAWN,
+    GREEDY,
+    VOCABULARY,
+    ServingSwarm,
+    SmallStage,
+    digest,
+    golden,
+    serve,
+    served,
+)
 
 PROMPT = [5, 1, 4, 1, 5, 9, 2, 6]
 LONG_PROMPT = [(7 * at) % 61 for at in range(700)]
@@ -793,3 +809,78 @@ def test_a_token_costs_one_hop_a_stage(one_way: float) -> None:
     model = LinkModel(latency_seconds=(one_way, one_way), jitter=0.0)
     rate = serve(main, *[1] * num_stages, model=model, serve_seconds=batch)
     assert rate >= 0.95 / (num_stages * (one_way + batch))
+
+
+class CountedStage(SmallStage):
+    """A stage that notes how many sessions each of its batches has."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.batches: list[int] = []
+
+    def step(self, parts: Any, inputs: torch.Tensor, store: torch.Tensor) -> torch.Tensor:
+        self.batches.append(len(parts))
+        return super().step(parts, inputs, store)
+
+
+def test_rows_that_were_computed_together_are_computed_together_at_the_next_host() -> None:
+    """They arrive one by one; a batch that began with the first ones would leave the rest to another one."""
+    number, num_tokens = 8, 60
+
+    async def main(swarm: ServingSwarm, client: Any) -> float:
+        asking = [client.peer.spawn(client.ask(PROMPT, num_tokens)) for _ in range(number)]
+        answers = await asyncio.gather(*asking)
+        assert answers == [(golden(PROMPT, num_tokens, 2), 0)] * number
+        batches = cast(CountedStage, swarm.hosts["s1a"].stage).batches
+        return sum(batches) / len(batches)
+
+    model = LinkModel(latency_seconds=(0.002, 0.002), jitter=4.0)
+    mean = serve(main, 1, 1, model=model, kind=CountedStage, serve_seconds=0.02, speculates=False)
+    assert mean > 0.4 * number
+
+
+@pytest.mark.parametrize("num_stages", [1, 3])
+def test_a_client_sends_no_token_that_the_first_host_has_from_the_last_one(
+    monkeypatch: pytest.MonkeyPatch, num_stages: int
+) -> None:
+    num_tokens, steps, beats, times = 200, [], [], []
+
+    def step(first: int, ids: tuple[int, ...], drafts: int, together: int) -> Step:
+        steps.append((first, len(ids), together))
+        return Step(first, ids, drafts, together)
+
+    def beat(position: int, fed: int) -> Beat:
+        beats.append(position)
+        return Beat(position, fed)
+
+    monkeypatch.setattr(link, "Step", step)
+    monkeypatch.setattr(hosting, "Beat", beat)
+
+    async def main(swarm: ServingSwarm, client: Any) -> None:
+        def note(generation: Any, token: Token) -> None:
+            times.append(asyncio.get_running_loop().time())
+
+        assert (await client.ask(PROMPT, num_tokens, on_token=note))[0] == golden(PROMPT, num_tokens, num_stages)
+
+    serve(main, *[1] * num_stages, speculates=False)
+    of_client = [first for first, _, together in steps if not together]
+    assert len(of_client) < num_tokens / 4
+    assert len(beats) <= num_stages * ((times[-1] - times[0]) / BEAT_SECONDS + num_tokens / hosting.BEAT_ROWS + 4)
+
+
+@served(1, 1, 1)
+async def test_a_short_cut_that_breaks_pauses_an_answer_for_less_than_a_second(
+    swarm: ServingSwarm, client: Any
+) -> None:
+    """The client has left the tokens to the last host. It sends them again once the first one does not have them."""
+    times: list[float] = []
+
+    def note(generation: Any, token: Token) -> None:
+        times.append(asyncio.get_running_loop().time())
+        if token.position == len(PROMPT) + 60:
+            swarm.network.set_latency(swarm.hosts["s2a"].peer, swarm.hosts["s0a"].peer, 1000.0)
+
+    assert await client.ask(PROMPT, 120, on_token=note) == (golden(PROMPT, 120, 3), 0)
+    pauses = [after - before for before, after in itertools.pairwise(times)]
+    assert max(pauses) < 1.0
+    assert sum(each > 0.4 for each in pauses) == 1

@@ -12,6 +12,8 @@ from typing import cast
 
 BUFFER_BYTES = 64 * 1024
 """Size of the internal buffer; reading pauses while it is full."""
+SMALL_BYTES = 4096
+"""Reads up to this size go through the internal buffer; <= half of it."""
 
 
 class SocketStream(asyncio.BufferedProtocol):
@@ -55,6 +57,10 @@ class SocketStream(asyncio.BufferedProtocol):
 
         Raises `EOFError` if the stream ended first, and `OSError` if the connection broke.
         """
+        if len(view) <= SMALL_BYTES:  # What follows comes with it: a frame's header and its message in one read.
+            view[:] = await self.peek(len(view))
+            self.consume(len(view))
+            return
         ready = min(len(view), self._end - self._start)
         view[:ready] = self._buffer[self._start : self._start + ready]
         self.consume(ready)

@@ -99,12 +99,15 @@ class Channel:
 
     # Sending
 
-    async def send(self, message: object) -> None:
-        """Send one message of any schema.
+    async def send(self, message: object, data: bytes = b"") -> None:
+        """Send one message of any schema, and ``data`` after it as one bulk buffer, unless it is empty.
 
         Raises `ValueError` if it is too long or msgpack cannot encode it, `DeadlineError` if a live peer does not read.
         """
-        await self._write(frame(Kind.MESSAGE, pack(message)))
+        head, is_short = frame(Kind.MESSAGE, pack(message)), 0 < len(data) <= SEND_FRAME_BYTES
+        await self._write(head, *((FRAME.pack(len(data), Kind.BULK_END), data) if is_short else ()))
+        if data and not is_short:
+            await self.send_bytes(data)
 
     async def send_bytes(self, data: Buffer, *, more: bool = False) -> None:
         """Send one bulk buffer of any length without a copy; it must not change until this returns.

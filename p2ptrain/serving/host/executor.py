@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -12,7 +14,7 @@ import torch
 from p2ptrain.errors import IntegrityError
 from p2ptrain.models.exact import ExactStage, PageStore, Part
 from p2ptrain.runtime import Runtime
-from p2ptrain.serving.host.scheduler import Costs, Waiting, next_batch
+from p2ptrain.serving.host.scheduler import Costs, Waiting, hold_until, next_batch
 from p2ptrain.serving.host.session import HostSession, Key
 from p2ptrain.serving.host.share import ComputeShare
 from p2ptrain.serving.host.speculation import accept
@@ -99,6 +101,11 @@ class Executor:
         """Return the next batch once it may begin; sessions that come meanwhile are in it."""
         await self.share.wait()
         await asyncio.sleep(0)  # A host of all stages feeds itself the tokens that it drew.
+        with contextlib.suppress(TimeoutError):
+            while until := hold_until(filter(None, (each.waiting() for each in self.sessions.values())), self.costs):
+                self._work.clear()
+                async with asyncio.timeout_at(until):
+                    await self._work.wait()
         return self._next()
 
     def _next(self) -> tuple[Key, list[Share]] | None:
@@ -133,8 +140,15 @@ class Executor:
             return self._fail(shares, Cause.BROKEN, str(error))
         if rows:
             self.costs.note(rows, asyncio.get_running_loop().time() - began)
+        sent = [
+            share.session.next_host
+            for share, (_, drawn) in zip(shares, results, strict=True)
+            if (drawn if share.session.is_last else share.part.first >= share.session.ticket.prompt)
+        ]
+        together = Counter(sent)
         for share, (outputs, drawn) in zip(shares, results, strict=True):
             self.num_drawn += len(drawn)
+            share.session.journal.together = together[share.session.next_host]
             share.session.others = rows - share.part.rows
             share.session.done(outputs, drawn)
 

@@ -18,6 +18,8 @@ TARGET_STEPS = 1.6
 """Predicted time of a batch with prompts' rows, in multiples of the one that decodes only."""
 DECODING_SECONDS = 1.0
 """Time for which a session that decoded counts as decoding: its next token may be on its way."""
+HOLD_SHARE = 0.5
+"""Longest wait for rows that were computed together, as a share of a batch's base cost."""
 KEPT = 0.95
 """Weight of the batches before in the costs, for each newer one."""
 LEAST_SPREAD = 0.01
@@ -32,12 +34,14 @@ class Waiting(NamedTuple):
         is_prompt: True if they belong to its prompt.
         since: When it began to wait.
         is_shadow: True if another host serves it; its rows are computed when nobody else waits.
+        together: Sessions whose rows are on their way with this one's, itself included; 0 if unknown.
     """
 
     rows: int
     is_prompt: bool
     since: float
     is_shadow: bool = False
+    together: int = 0
 
 
 class Costs:
@@ -80,6 +84,17 @@ class Costs:
             return ALONE_ROWS
         best = math.sqrt(waiting * self.base / (num_later * self.row)) if self.row else 0.0
         return min(max(MAX_PROMPT_ROWS, int(best)), ALONE_ROWS)
+
+
+def hold_until(waiting: Iterable[Waiting], costs: Costs) -> float:
+    """Return when the next batch begins at the latest, if others that come together with its rows are missing; else 0.
+
+    A batch that begins with the first of them leaves the rest to one more batch, which costs ``base`` again.
+    """
+    decoding = [each for each in waiting if not (each.is_prompt or each.is_shadow)]
+    if max((each.together for each in decoding), default=0) <= len(decoding):
+        return 0.0
+    return min(each.since for each in decoding) + HOLD_SHARE * costs.base
 
 
 def next_batch(

@@ -36,6 +36,8 @@ from p2ptrain.tasks import Tasks
 STEP_SECONDS = 60.0
 """Timeout of a step's hidden states."""
 KEPT_VERSIONS = 2
+BEAT_ROWS = 64
+"""Computed rows that a caller is told at once; < `p2ptrain.serving.link.WINDOW_ROWS`."""
 
 
 class ServingHost:
@@ -137,9 +139,10 @@ class ServingHost:
                     if self.book.holds(session):
                         self.book.end(session)
                     return
-                case Step(first, ids, drafts):
+                case Step(first, ids, drafts, together):
                     rows = torch.tensor(ids)
                     if self._number:
+                        session.together = together
                         data = await channel.receive_bytes(len(ids) * session.wire.row_bytes, STEP_SECONDS)
                         try:
                             rows = session.wire.decode(data)
@@ -160,6 +163,7 @@ class ServingHost:
     async def _tell(self, session: HostSession, channel: Channel) -> None:
         """Send a caller keepalives and news until the session fails, or has no next stage."""
         told: dict[int, str] = {}
+        position, beat_at, now = 0, 0.0, asyncio.get_running_loop().time
         while True:
             news = session.news
             for place in session.places():
@@ -169,9 +173,11 @@ class ServingHost:
             if (failure := session.failure or session.link_failure) is not None:
                 await channel.send(failure)
                 return
-            await channel.send(Beat(session.computed))
+            if now() >= beat_at or session.computed - position >= BEAT_ROWS:
+                position, beat_at = session.computed, now() + BEAT_SECONDS
+                await channel.send(Beat(position, session.fed))
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(BEAT_SECONDS):
+                async with asyncio.timeout_at(beat_at):
                     await news.wait()
 
     def _link(self, session: HostSession, request: Open) -> None:

@@ -45,6 +45,8 @@ class HostSession:
         computed: Rows computed.
         cached: Rows of them that were found in prefix pages.
         others: Rows of other sessions in its last batch.
+        together: Sessions whose rows come with its next one.
+        fed: End of the tokens that the last stage fed.
         speculation: Drafts tokens; None except on a first stage that does.
         progressed_at: When it last computed a row of its tokens, drew one, or was granted more.
         decoded_at: When it last computed a row after its prompt's.
@@ -60,7 +62,7 @@ class HostSession:
         ends: Called when the session ends.
         link_failure: Why the next stage has no host; None while it has one.
         news: Set by the next change that the caller is told, which replaces it.
-        drawn: Set by the next token, grant or failure, which replaces it.
+        drawn: Set by the next token, other ``feed`` or failure, which replaces it.
     """
 
     def __init__(
@@ -74,7 +76,7 @@ class HostSession:
         self.pages = pages
         self.is_last = meter is not None
         self.ids: list[int] = []
-        self.others = 0
+        self.others = self.together = self.fed = 0
         self.speculation: Speculation | None = None
         self.epoch: tuple[int, ...] = ()
         self.channel: Channel | None = None
@@ -165,6 +167,7 @@ class HostSession:
         self._fed.update((at, id) for at, id in fed.items() if self.known <= at < self.known + 2 * AHEAD)
         while self.known < self.ticket.num_positions and (id := self._fed.pop(self.known, None)) is not None:
             self.put(self.known, [id], torch.tensor([id]))
+            self.fed = self.known
         # Once all drafts are drawn, the token after them is on its way.
         if self.speculation is not None and self.computed < self.known == len(self.ids) and not self.is_shadow:
             room = self.ticket.num_positions - self.known
@@ -178,7 +181,7 @@ class HostSession:
         rows = len(self.ids) - self.computed
         if self.failure is not None or not (rows or self.draws_after(0)):
             return None
-        return Waiting(rows, self.known - self.computed > 1, self._since, self.is_shadow)
+        return Waiting(rows, self.known - self.computed > 1, self._since, self.is_shadow, self.together)
 
     def take(self, rows: int) -> tuple[Part, torch.Tensor]:
         """Remove ``rows`` rows for a batch; `done` follows before the next `take`."""
@@ -282,9 +285,10 @@ class HostSession:
     def grant(self, until: int, feed: str) -> None:
         """Permit the last stage to draw the tokens before ``until``, and feed them to ``feed``."""
         self._until = max(self._until, until)
-        self.feed = feed
         self._note_progress()
-        self._tell_drawn()
+        if feed != self.feed:
+            self.feed = feed
+            self._tell_drawn()
 
     def _note_progress(self) -> None:
         progress = (min(self.known, self.computed), len(self.tokens), self._until)
@@ -313,6 +317,11 @@ class HostSession:
         """Count the end of a failed request; one that was a shadow's alone is none."""
         if self._meter is not None and self._is_counted and self.failure is not None:
             self._meter.failed_requests += 1
+
+    @property
+    def next_host(self) -> str:
+        """The host that gets its outputs, or the last stage's tokens; empty while there is none."""
+        return self.feed if self.is_last else self.later.get(len(self.epoch), "")
 
     def note_later(self, stage: int, host: str) -> None:
         self.later[stage] = host

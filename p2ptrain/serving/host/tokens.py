@@ -73,16 +73,24 @@ class TokenService:
         session.listen(request.start)
         session.grant(request.until, request.feed)
         self._executor.wake()
-        async with Tasks() as tasks:
-            granting = tasks.call(self._take_grants(session, channel), "grant")
+
+        async def send_drawn() -> None:
             position = max(request.start, session.ticket.prompt)
-            while session.failure is None and not granting.done():
+            while session.failure is None:
                 drawn = session.drawn
                 while position in session.tokens:
                     await channel.send(session.message(position))
                     position += 1
-                waiting = tasks.call(drawn.wait(), "drawn")
-                await asyncio.wait({waiting, granting}, return_when=asyncio.FIRST_COMPLETED)
+                await drawn.wait()
+
+        async with Tasks() as tasks:
+            granting, sending = (
+                tasks.call(self._take_grants(session, channel), "grant"),
+                tasks.call(send_drawn(), "send"),
+            )
+            await asyncio.wait({granting, sending}, return_when=asyncio.FIRST_COMPLETED)
+            if sending.done():
+                await sending
 
     def _session_of(self, channel: Channel, id: bytes) -> HostSession:
         """Return a session of the client at the channel's other end, or of a host of the stage before that relays it.
@@ -209,7 +217,7 @@ class TokenService:
                 drawn = session.drawn
                 while position in session.tokens or position < session.known:
                     if position in session.tokens:
-                        await channel.send(Fed(position, session.tokens[position].id))
+                        await channel.send(Fed(position, session.tokens[position].id, session.journal.together))
                     position += 1
                 await drawn.wait()
 
@@ -220,5 +228,6 @@ class TokenService:
             raise PeerRefusedError(self._rpc.peer_id, "no such session that you may feed")
         while (session := self._sessions.get(request.session)) is not None and session.failure is None:
             fed = await channel.receive(Fed, IDLE_SECONDS)
+            session.together = fed.together
             session.put_fed({fed.position: fed.id})
             self._executor.wake()

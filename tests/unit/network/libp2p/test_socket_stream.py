@@ -93,3 +93,21 @@ async def test_a_peek_waits_for_all_that_it_is_asked_for_and_takes_nothing() -> 
         ours.abort()
         with pytest.raises((EOFError, OSError)):
             await theirs.peek(1)
+
+
+@on_both_loops
+async def test_a_short_read_takes_what_follows_from_the_kernel_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    arrivals: list[int] = []
+    updated = SocketStream.buffer_updated
+
+    def counted(stream: SocketStream, nbytes: int) -> None:
+        arrivals.append(nbytes)
+        updated(stream, nbytes)
+
+    monkeypatch.setattr(SocketStream, "buffer_updated", counted)
+    async with connected() as (ours, theirs):
+        reading = asyncio.create_task(theirs.read(5))
+        await asyncio.sleep(0)
+        await ours.write(b"12345", b"the message")
+        assert (await reading, await theirs.read(11)) == (b"12345", b"the message")
+        assert arrivals == [16]

@@ -300,3 +300,28 @@ async def test_a_defect_in_a_channels_own_task_ends_the_channel(
         assert network.loop.time() - began < 30
         network.loop.errors.clear()
     assert "ZeroDivisionError: a defect" in caplog.text
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, 5000, 700_000])
+@simulated()
+async def test_a_message_and_the_data_after_it_arrive_apart_and_leave_together(
+    network: SimulatedNetwork, monkeypatch: pytest.MonkeyPatch, num_bytes: int
+) -> None:
+    data, writes = bytes(range(250)) * (num_bytes // 250) + bytes(num_bytes % 250), []
+    write = SimulatedStream.write
+
+    async def counted(stream: SimulatedStream, *parts: bytes | bytearray | memoryview) -> None:
+        writes.append(sum(map(len, parts)))
+        await write(stream, *parts)
+
+    async def server(channel: Channel) -> None:
+        monkeypatch.setattr(SimulatedStream, "write", counted)
+        await channel.send({"number": 1}, data)
+        monkeypatch.setattr(SimulatedStream, "write", write)
+        await channel.send({"number": 2})
+
+    async with conversation(network, server) as (channel, _, _):
+        assert await channel.receive(dict, 5) == {"number": 1}
+        assert not num_bytes or bytes(await channel.receive_bytes(num_bytes, 5)) == data
+        assert await channel.receive(dict, 5) == {"number": 2}
+        assert num_bytes > 5000 or len(writes) == 1

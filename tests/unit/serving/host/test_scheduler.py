@@ -10,11 +10,13 @@ from p2ptrain.serving.host.scheduler import (
     ALONE_ROWS,
     DECODING_SECONDS,
     FIRST_ROWS,
+    HOLD_SHARE,
     MAX_DECODE_ROWS,
     MAX_PROMPT_ROWS,
     TARGET_STEPS,
     Costs,
     Waiting,
+    hold_until,
     next_batch,
 )
 
@@ -154,3 +156,15 @@ def test_drafts_beside_other_sessions_are_computed_a_few_at_a_time() -> None:
     assert next_batch([drafted], Costs()) == [(0, 32)]
     assert next_batch([drafted, other], Costs()) == [(0, 8), (1, 1)]
     assert next_batch([drafted], Costs(), [0.0, 0.0], DECODING_SECONDS / 2) == [(0, 8)]
+
+
+@given(st.lists(st.floats(0, 100), min_size=1, max_size=20), st.integers(1, 5), all_costs)
+def test_a_batch_waits_for_rows_that_come_together_and_only_a_part_of_its_time(
+    since: list[float], missing: int, costs: Costs
+) -> None:
+    number = len(since)
+    held = [Waiting(1, False, each, together=number + missing) for each in since]
+    assert hold_until(held, costs) == min(since) + HOLD_SHARE * costs.base
+    assert hold_until([each._replace(together=number) for each in held], costs) == 0.0
+    others = [Waiting(30, True, 0.0, together=99), Waiting(1, False, 0.0, is_shadow=True, together=99)]
+    assert hold_until(others, costs) == 0.0
