@@ -273,7 +273,7 @@ def main() -> int:
         "direct-tokens": partial(direct_tokens, SPEC, 1 if options.quick else 3),
         "long-prompts": partial(long_prompts, SPEC, 1 if options.quick else 3),
         "speculation": partial(speculation, SPEC, options.threads, 1 if options.quick else 3),
-        "failover": partial(failover, SPEC, (100,) if options.quick else (100, 1500)),
+        "failover": partial(failover, SPEC, (100,) if options.quick else (100, 2000)),
     }
     if options.served is not None:
         parts["versions"] = partial(versions, options.served, 2 if options.quick else 10)

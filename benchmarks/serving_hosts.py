@@ -42,6 +42,8 @@ HOSTS_GOALS: dict[WeightFormat, dict[int, float]] = {
     "int8": {1: 2.0, 8: 8.0, 32: 8.5},
 }
 """Tokens a second of some sessions on two hosts, as multiples of plain transformers with one."""
+BEFORE, AFTER = 68, 40
+"""Tokens of an answer before and after its host fails."""
 FAILOVER_GOALS = {signal.SIGKILL: 0.5, signal.SIGSTOP: 2.0}
 
 
@@ -129,10 +131,12 @@ class Hosts:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-async def pauses(model: SwarmModel, num_tokens: int, at: int, strike: Callable[[list[str]], None]) -> list[float]:
+async def pauses(
+    model: SwarmModel, prompt: int, num_tokens: int, at: int, strike: Callable[[list[str]], None]
+) -> list[float]:
     """Return the seconds between tokens of one generation; call ``strike`` with the hosts' names at token ``at``."""
     times: list[float] = []
-    ids = [37 * each % model.peer.manifest.model.vocabulary for each in range(32)]
+    ids = [37 * each % model.peer.manifest.model.vocabulary for each in range(prompt)]
     async with model.generator.generate(ids, GREEDY, max_tokens=num_tokens) as generation:
         async for _ in generation:
             times.append(time.perf_counter())
@@ -292,5 +296,5 @@ def _one_failover(spec: ModelSpec, number: signal.Signals, at: int) -> tuple[flo
         def strike(route: list[str]) -> None:
             os.kill(hosts.processes[route[0]].pid, number)
 
-        found = thread.call(pauses(thread.model, at + 100, at, strike))
-    return max(found[at - 1 :]), statistics.median(found)
+        found = thread.call(pauses(thread.model, at - BEFORE, BEFORE + AFTER, BEFORE, strike))
+    return max(found[BEFORE - 1 :]), statistics.median(found)

@@ -26,6 +26,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
+import ctypes
 import logging
 import os
 import random
@@ -106,6 +107,11 @@ class Runtime:
         """Lower the priority of the calling thread, and of those that it starts. Does nothing except on Linux."""
         if self.threads and sys.platform == "linux":  # Elsewhere `os.nice` is of the process, with all its threads.
             os.nice(TRAINING_NICENESS)
+
+    async def trim_heap(self) -> None:
+        """Give freed memory of the heap back to the system, as after a large copy. Does nothing without glibc."""
+        if self.threads and sys.platform == "linux" and hasattr(heap := ctypes.CDLL(None), "malloc_trim"):
+            await self.offload(heap.malloc_trim, 0)
 
     async def _run(self, thread: str, work: Callable[[], T]) -> T:
         if (executor := self.threads.get(thread)) is None:

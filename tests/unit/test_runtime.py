@@ -1,10 +1,12 @@
 """Where work runs: state, device and pool do not hold each other up, and none of them the event loop."""
 
 import asyncio
+import sys
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -124,3 +126,13 @@ async def test_closing_does_not_wait_for_a_stuck_device(monkeypatch: pytest.Monk
     assert module.left_behind == ["device"]
     mended.set()
     await stuck
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc alone keeps freed memory")
+@on_loop
+async def test_memory_that_is_freed_below_what_is_held_goes_back_to_the_system(runtime: Runtime) -> None:
+    held = [bytearray(b"x" * 100_000) for _ in range(2000)]
+    del held[:-1]
+    before = psutil.Process().memory_info().rss
+    await runtime.trim_heap()
+    assert before - psutil.Process().memory_info().rss > 100 << 20

@@ -35,9 +35,14 @@ class PageStore:
     def __init__(self, geometry: Geometry, number: int, device: torch.device = CPU) -> None:
         layers, _, kv_heads, width, _ = geometry
         self.number = number
-        # The system provides memory on first use, but a GPU at once.
-        self.keys = torch.zeros(layers, number, kv_heads, width, PAGE, device=device)
-        self.values = torch.zeros(layers, number, kv_heads, PAGE, padded(width), device=device)
+        self.keys = _zeros(device, layers, number, kv_heads, width, PAGE)
+        self.values = _zeros(device, layers, number, kv_heads, PAGE, padded(width))
+
+
+def _zeros(device: torch.device, *shape: int) -> torch.Tensor:
+    """Return zeros, whose memory the system provides on first use; torch would write them, and a GPU has it at once."""
+    on_cpu = device.type == "cpu"
+    return torch.from_numpy(np.zeros(shape, np.float32)) if on_cpu else torch.zeros(shape, device=device)
 
 
 def padded(width: int) -> int:

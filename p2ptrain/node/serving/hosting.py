@@ -44,7 +44,7 @@ class Serving:
         self._kernels: AnyKernels | None = None
         self._since = 0.0
         self._seconds_per_round = 0.0
-        self._is_paused = False
+        self._is_paused = self._has_copied = False
         peer.record.parts.append(self._describe)
 
     async def run(self) -> None:
@@ -56,6 +56,9 @@ class Serving:
         try:
             while True:
                 await (self._leave() if self._is_paused else self._look())
+                if self._has_copied:  # What was copied is free now.
+                    self._has_copied = False
+                    await self._peer.runtime.trim_heap()
                 await asyncio.sleep(LOOK_SECONDS)
         finally:
             await self._leave()
@@ -129,6 +132,7 @@ class Serving:
                 num_pages * PAGE,
             )  # fmt: skip
         self._host.serve(key, stage)
+        self._has_copied = True
         logger.info("serving round %d", key[0])
         self._peer.presence.changed()
 

@@ -102,11 +102,16 @@ class Executor:
         await self.share.wait()
         await asyncio.sleep(0)  # A host of all stages feeds itself the tokens that it drew.
         with contextlib.suppress(TimeoutError):
-            while until := hold_until(filter(None, (each.waiting() for each in self.sessions.values())), self.costs):
+            while until := self._hold_until():
                 self._work.clear()
                 async with asyncio.timeout_at(until):
                     await self._work.wait()
         return self._next()
+
+    def _hold_until(self) -> float:
+        sessions = [each for each in self.sessions.values() if not each.is_shadow]
+        waiting = filter(None, (each.waiting() for each in sessions))
+        return hold_until(waiting, self.costs, ((each.decoded_at, each.return_seconds) for each in sessions))
 
     def _next(self) -> tuple[Key, list[Share]] | None:
         """Return the next batch, of sessions of one version; None if nothing waits."""

@@ -14,12 +14,12 @@ ALONE_ROWS = 256
 """Rows of a batch while nobody decodes, at most; > `MAX_PROMPT_ROWS`."""
 FIRST_ROWS = 8
 """Prompts' rows of a batch while sessions decode and no cost of a row is known."""
-TARGET_STEPS = 1.6
+TARGET_STEPS = 1.5
 """Predicted time of a batch with prompts' rows, in multiples of the one that decodes only."""
 DECODING_SECONDS = 1.0
 """Time for which a session that decoded counts as decoding: its next token may be on its way."""
 HOLD_SHARE = 0.5
-"""Longest wait for rows that were computed together, as a share of a batch's base cost."""
+"""Longest wait for rows that are about to come, as a share of a batch's base cost."""
 KEPT = 0.95
 """Weight of the batches before in the costs, for each newer one."""
 LEAST_SPREAD = 0.01
@@ -86,15 +86,23 @@ class Costs:
         return min(max(MAX_PROMPT_ROWS, int(best)), ALONE_ROWS)
 
 
-def hold_until(waiting: Iterable[Waiting], costs: Costs) -> float:
-    """Return when the next batch begins at the latest, if others that come together with its rows are missing; else 0.
+def hold_until(waiting: Iterable[Waiting], costs: Costs, returning: Iterable[tuple[float, float]] = ()) -> float:
+    """Return when the next batch begins at the latest, if rows are about to come that it should have; else 0.
 
-    A batch that begins with the first of them leaves the rest to one more batch, which costs ``base`` again.
+    These are the rest of those that were computed together, and before a batch of prompts' rows alone those of sessions
+    that decode. A batch without them delays them by ``base``, and more.
+
+    Args:
+        returning: When each session that decodes did so last, and the seconds until its next row the time before.
     """
-    decoding = [each for each in waiting if not (each.is_prompt or each.is_shadow)]
+    patience = HOLD_SHARE * costs.base
+    served = [each for each in waiting if not each.is_shadow]
+    decoding = [each for each in served if not each.is_prompt]
+    if not decoding and served:
+        return max((at + patience for at, usual in returning if usual < patience), default=0.0)
     if max((each.together for each in decoding), default=0) <= len(decoding):
         return 0.0
-    return min(each.since for each in decoding) + HOLD_SHARE * costs.base
+    return min(each.since for each in decoding) + patience
 
 
 def next_batch(

@@ -50,6 +50,7 @@ class HostSession:
         speculation: Drafts tokens; None except on a first stage that does.
         progressed_at: When it last computed a row of its tokens, drew one, or was granted more.
         decoded_at: When it last computed a row after its prompt's.
+        return_seconds: From then to its next row, the last time.
         epoch: Of the present or last caller.
         channel: The caller's; None while the session has no caller.
         is_shadow: True if another host serves the session: its rows wait for all others, and no token is drawn.
@@ -103,7 +104,7 @@ class HostSession:
         self._is_counted = False
         self.vocabulary, self.hidden = stage.vocabulary, stage.hidden
         self._since = self._drawn_at = self.progressed_at = asyncio.get_running_loop().time()
-        self.decoded_at = -math.inf
+        self.decoded_at, self.return_seconds = -math.inf, math.inf
         self._progress = (0, 0, 0)
         for page in pages.found:
             self.ids += page.ids
@@ -149,6 +150,7 @@ class HostSession:
         if first + len(ids) > end:
             if end == self.computed:
                 self._since = asyncio.get_running_loop().time()
+                self.return_seconds = self._since - self.decoded_at
             self._rows.append(rows[end - first :])
             self.ids += ids[end - first :]
 

@@ -68,10 +68,10 @@ def withhold(trainer: SimulatedTrainer, kind: type, instead: Callable[[str, Any]
     async def silent(channel: Channel, request: Request) -> None:
         send = channel.send
 
-        async def send_or_not(message: object) -> None:
+        async def send_or_not(message: object, data: bytes = b"") -> None:
             if isinstance(message, kind) and (message := instead(channel.remote, message)) is None:
                 await never()
-            await send(message)
+            await send(message, data)
 
         channel.send = send_or_not  # type: ignore[method-assign]
         await serve(channel, request)

@@ -238,7 +238,7 @@ async def test_an_owner_that_tells_two_sets_of_contributors_hears_no_share(
     async def lying(channel: Channel, request: messages.Request, source: Any = None) -> None:
         send = channel.send
 
-        async def other(message: object) -> None:
+        async def other(message: object, data: bytes = b"") -> None:
             if isinstance(message, Mask) and channel.remote in deceived:
                 message = Mask(tuple(index for index in message.contributors if index != victim))
             await send(message)
@@ -302,7 +302,7 @@ async def test_false_key_shares_that_an_owner_forwards_are_not_blamed_on_their_d
     senders = {id(each.session): each.member.rpc.peer_id for each in roster}
 
     async def lying(verifier: Unmasking, channel: Channel) -> bool:
-        async def send(message: Any) -> None:
+        async def send(message: Any, data: bytes = b"") -> None:
             if isinstance(message, messages.ForwardedShares):
                 forwarded.extend(box for box in message.boxes if box)
                 message = messages.ForwardedShares(tuple(box[::-1] for box in message.boxes))

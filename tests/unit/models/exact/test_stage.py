@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -16,6 +17,8 @@ from p2ptrain.models.adapters import adapter_parameters, add_adapters
 from p2ptrain.models.building import deterministic_normal_
 from p2ptrain.models.exact import ExactStage, NotFiniteError, Part, WeightFormat, check, exact_stage, self_check
 from p2ptrain.models.exact import stage as stage_module
+from p2ptrain.models.exact.program import Geometry
+from p2ptrain.models.exact.runners import PageStore
 from p2ptrain.models.int8 import freeze_int8
 from tests.support.exact import kernels, lively_model
 from tests.support.models import SPECS as SMALL_SPECS
@@ -265,3 +268,11 @@ def test_each_build_computes_the_bits_of_the_repository(name: str, monkeypatch: 
     with pytest.raises(IntegrityError, match=f"the {name} kernels compute wrong bits"):
         self_check(BUILDS[name])
     self_check(None)
+
+
+def test_pages_take_memory_on_first_use() -> None:
+    before = psutil.Process().memory_info().rss
+    store = PageStore(Geometry(4, 9, 3, 64, 0.0), 1000)
+    assert store.keys.numel() + store.values.numel() > 300 << 20 >> 2
+    assert not store.keys[:, :3].any()
+    assert psutil.Process().memory_info().rss - before < 50 << 20

@@ -168,3 +168,14 @@ def test_a_batch_waits_for_rows_that_come_together_and_only_a_part_of_its_time(
     assert hold_until([each._replace(together=number) for each in held], costs) == 0.0
     others = [Waiting(30, True, 0.0, together=99), Waiting(1, False, 0.0, is_shadow=True, together=99)]
     assert hold_until(others, costs) == 0.0
+
+
+@given(st.lists(st.tuples(st.floats(0, 100), st.floats(0, 1)), min_size=1), all_costs)
+def test_a_batch_of_prompts_alone_waits_for_decoding_rows_that_come_back_at_once(
+    returning: list[tuple[float, float]], costs: Costs
+) -> None:
+    patience = HOLD_SHARE * costs.base
+    prompt, soon = Waiting(30, True, 0.0), [at for at, usual in returning if usual < patience]
+    assert hold_until([prompt], costs, returning) == (max(soon) + patience if soon else 0.0)
+    assert hold_until([prompt, Waiting(1, False, 0.0)], costs, returning) == 0.0
+    assert hold_until([Waiting(1, False, 0.0, is_shadow=True)], costs, returning) == 0.0

@@ -285,7 +285,7 @@ async def test_a_draft_that_is_not_drawn_ends_the_draws_until_it_is_replaced() -
     put(held, 0, PROMPT)
     assert compute(held, 5) == [5]
     held.put(5, [5, 6, 9, 8], torch.tensor([5, 6, 9, 8]), 3)
-    assert held.waiting() == (4, False, held._since, False)  # Verified with the tokens of other sessions.
+    assert held.waiting() == (4, False, held._since, False, 0)  # Verified with the tokens of other sessions.
     assert held.draws_after(4) == [6, 7, 8, 9]
     held.take(4)
     held.done(torch.zeros(4, WIDTH), {6: Drawn(6, 0.0, ()), 7: Drawn(7, 0.0, ())})
