@@ -22,10 +22,8 @@ from p2ptrain.manifest import (
     former_manifest,
     parse_manifest,
 )
-from p2ptrain.network.admission import Admission, Issuer, Revocations
+from p2ptrain.network.admission import Admission, Revocations, entrance
 from p2ptrain.network.identity import IDENTITY_FILE, Identity
-from p2ptrain.network.schema import to_bytes
-from p2ptrain.signing import seeds_issuing_key
 
 if TYPE_CHECKING:
     from p2ptrain.signing import Signer
@@ -115,18 +113,12 @@ def sign_manifest(manifest: Manifest, organizer: Signer, path: Path, seed_dir: P
         signed = SignedManifest.create(manifest, organizer, seed.peer_id)
     if former is not None and former == signed.manifest.model_copy(update={"founders": former.founders}):
         signed = SignedManifest.create(former, organizer)
-    invite = path.with_name(INVITE_FILE)
-    if signed.manifest.admission.mode == "invite":
-        revocations = read_revocations(signed.manifest, path.with_name(REVOCATIONS_FILE))
-        standing = Issuer(signed.manifest, organizer).standing_invite(revocations)
-        replace_file(invite, to_bytes(standing), mode=0o600)
-    else:
-        invite.unlink(missing_ok=True)
-    issuer = path.with_name(ISSUER_FILE)
-    if signed.manifest.admission.peers_per_network:
-        replace_file(issuer, seeds_issuing_key(organizer).private_bytes_raw(), mode=0o600)
-    else:
-        issuer.unlink(missing_ok=True)
+    revocations = read_revocations(signed.manifest, path.with_name(REVOCATIONS_FILE))
+    for name, secret in zip((INVITE_FILE, ISSUER_FILE), entrance(signed.manifest, organizer, revocations), strict=True):
+        if secret:
+            replace_file(path.with_name(name), secret, mode=0o600)
+        else:
+            path.with_name(name).unlink(missing_ok=True)
     replace_file(path, signed.to_bytes())
     return signed
 

@@ -27,7 +27,7 @@ from p2ptrain.buffers import Bounded
 from p2ptrain.errors import ConfigError, IntegrityError
 from p2ptrain.manifest import Manifest
 from p2ptrain.network.schema import Count, Hash, Message, from_bytes, to_bytes
-from p2ptrain.signing import Signer, issuing_key
+from p2ptrain.signing import Signer, issuing_key, seeds_issuing_key
 
 MAX_CREDENTIAL_BYTES = 600
 MAX_REVOCATION_BYTES = 2048  # about 105 marks; < `records.record.MAX_PAYLOAD_BYTES`
@@ -211,6 +211,13 @@ class Issuer:
                 " swarm from the last checkpoint, or take entries back with --undo"
             )
         return data
+
+
+def entrance(manifest: Manifest, organizer: Signer, revocations: Revocations = NO_REVOCATIONS) -> tuple[bytes, bytes]:
+    """Return what a seed lets others in with, or nothing: its link's invite, and the secret key of its passes."""
+    spec = manifest.admission
+    invite = to_bytes(Issuer(manifest, organizer).standing_invite(revocations)) if spec.mode == "invite" else b""
+    return invite, seeds_issuing_key(organizer).private_bytes_raw() if spec.peers_per_network else b""
 
 
 @dataclass(frozen=True)

@@ -11,16 +11,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from p2ptrain.manifest import SIGNED_FILE, Manifest, SignedManifest
-from p2ptrain.network.admission import Issuer
+from p2ptrain.network.admission import entrance
 from p2ptrain.network.identity import IDENTITY_FILE, Identity
 from p2ptrain.network.libp2p.settings import Libp2pSettings
 from p2ptrain.network.link import SwarmLink
-from p2ptrain.network.schema import to_bytes
 from p2ptrain.node.options import PeerOptions
 from p2ptrain.node.peer import Peer
 from p2ptrain.node.site.policy import SitePolicy
 from p2ptrain.runtime import real_runtime
-from p2ptrain.signing import seeds_issuing_key
 from p2ptrain.training.bridge import Bridge
 
 T = TypeVar("T")
@@ -137,11 +135,7 @@ class PeerThread:
             resources.callback(runtime.close)
             self.thread = LoopThread()
             resources.callback(self.thread.stop)
-            invite = issuer = b""
-            if signed is not None and signed.manifest.admission.mode == "invite":
-                invite = to_bytes(Issuer(signed.manifest, identity).standing_invite())
-            if signed is not None and signed.manifest.admission.peers_per_network:
-                issuer = seeds_issuing_key(identity).private_bytes_raw()
+            invite, issuer = entrance(signed.manifest, identity) if signed is not None else (b"", b"")
             rules = SitePolicy.load(policy) if policy is not None else None
             options = PeerOptions("trainer", name, "cpu", run_dir, network, invite=invite, policy=rules, issuer=issuer)
             self.peer = self.thread.call(Peer.start(identity, options, runtime, link=parsed, signed=signed))
