@@ -49,7 +49,7 @@ dial it, if that is longer."""
 DIRECT_BYTES = 1 << 30
 QUIET_SECONDS = 0.75
 """Timeout between messages of a host; > the keepalive interval `p2ptrain.serving.host.session.BEAT_SECONDS`."""
-QUIET_BEATS = 3.0
+QUIET_BEATS = 4.0
 """The same in multiples of the host's usual interval, for slow links and busy machines."""
 LONGEST_QUIET_SECONDS = 5.0
 PROGRESS_SECONDS, LEAST_PROGRESS_SECONDS = 30.0, 10.0

@@ -167,7 +167,7 @@ async def test_an_answer_goes_on_without_a_draft_that_fails_or_ends(
     swarm: ServingSwarm, client: Any, made: Draft, caplog: pytest.LogCaptureFixture
 ) -> None:
     client.generator.draft = made
-    assert await told(client, PROMPT, 60, WARM) == golden_draws(PROMPT, 60, 2, WARM, LongCycleStage)
+    assert await told(client, PROMPT, 150, WARM) == golden_draws(PROMPT, 150, 2, WARM, LongCycleStage)
     assert ("going on without the draft" in caplog.text) == isinstance(made.stage, FailingStage)
 
 

@@ -57,7 +57,7 @@ class LoneSynchronizer:
     def restore_residual(self, residual: torch.Tensor) -> None:
         self.feedback.residual.copy_(residual)
 
-    def note(self, steps: int, seconds: float = 0.0) -> None:
+    def note(self, steps: int, seconds: float = 0.0, call_soon: object = None) -> None:
         """It needs no pace."""
 
     def is_due(self, steps: int) -> bool:

@@ -160,7 +160,7 @@ async def test_few_peers_wait_at_once_and_each_only_once(swarm: Host) -> None:
 
 @simulated(host, 1, seed=1, model=FAST)
 async def test_a_stranger_gets_neither_a_copy_nor_weights(swarm: Host) -> None:
-    closed = SimpleNamespace(admitted=lambda peer, credential: "nobody vouches for it")
+    closed = SimpleNamespace(admitted=lambda peer, credential, **asked: "nobody vouches for it")
     swarm.member.rpc.gate = cast(Gate, closed)
     with pytest.raises(PeerRefusedError, match=NOT_ADMITTED):
         await swarm.ask()
