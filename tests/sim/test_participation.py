@@ -159,7 +159,8 @@ async def test_a_site_that_trains_and_leads_as_if_all_were_drawn_gets_into_no_ot
         object.__setattr__(context, "sitting_out", lambda head, there=(), own=own: frozenset() if there else own(head))
     await rounds.swarm.end()
     assert len(rounds.swarm.heads()) == 1
-    assert blind or options is MASKED or not any(head.is_reduced for head in rounds.heads.values())
+    # In its turns to lead it costs attempts, and a full round now and then.
+    assert blind or 2 * sum(head.is_reduced for head in rounds.heads.values()) < len(rounds.heads)
     undrawn = [h.round for h in rounds.heads.values() if rounds.liar in h.table.undrawn(h.lineage, SHARE, 1)]
     assert {(rounds.liar, round_) for round_ in undrawn if round_ > 3} & rounds.trained
     rounds.check()

@@ -249,7 +249,7 @@ class Channel:
             async with asyncio.timeout(timeout_seconds):
                 await self._inbox.wait(message_bytes=message_bytes, sink=sink)
         except TimeoutError:
-            raise DeadlineError(f"peer {self.remote[-8:]} sent no {what} within {timeout_seconds:g} s") from None
+            raise DeadlineError(f"peer {self.remote[-8:]} did not send {what} within {timeout_seconds:g} s") from None
         except asyncio.CancelledError:
             self.abort()
             raise
