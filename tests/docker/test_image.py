@@ -25,7 +25,7 @@ def container(image: str) -> Iterator[list[str]]:
 
 
 def in_image(image: str, *command: str) -> str:
-    """What a command in a container of its own says."""
+    """Return the output of a command in a container of its own."""
     return docker("run", "--rm", "--network", "none", "--entrypoint", command[0], image, *command[1:])
 
 

@@ -56,7 +56,7 @@ class Rounds:
             reduced |= {body.lineage} if body.is_reduced else set()
             undrawn = self.heads[body.lineage].table.undrawn(body.lineage, SHARE, 1)
             trained = {peer for peer, round_ in self.trained if round_ == body.round} - {self.liar}
-            assert undrawn.isdisjoint(trained) or reduced
+            assert undrawn.isdisjoint(trained) or body.lineage in reduced
             assert undrawn.isdisjoint(body.members) or body.lineage in reduced
             numbers.append(sum(body.peers[index] for index, *_ in body.contributors))
         return numbers

@@ -194,7 +194,7 @@ def follow_phases(orders: Orders, synchronizer: Synchronizer) -> None:
 
 
 def follow_poison(orders: Orders, rpc: Rpc) -> None:
-    """Let this peer contribute what is no number, once it is ordered to."""
+    """Contribute values that are not finite, once the parent orders it."""
     open_ = rpc.open
     poisoned: dict[bytes, float] = {}
 
@@ -340,7 +340,7 @@ def account(opt: SwarmOptimizer, synchronizer: Synchronizer) -> dict[str, Any]:
 
 
 def report_serving(swarm: Swarm, per_second: float) -> None:
-    """Have its record say that it serves, as a peer's does that serves."""
+    """Add what a serving peer reports to this peer's record."""
     since = time.monotonic()
     peer = swarm._peer
     peer.record.parts.append(

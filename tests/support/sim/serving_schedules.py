@@ -132,7 +132,7 @@ class _Run:
         return problems
 
     async def _strike(self) -> None:
-        """Let hosts fail one after another, until cancelled."""
+        """Fail one host after another, until cancelled."""
         chance, network, swarm = self.chance, self.network, self.swarm
         while True:
             await asyncio.sleep(chance.uniform(0.1, 1.5))

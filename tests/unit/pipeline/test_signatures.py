@@ -130,7 +130,7 @@ async def test_a_settled_microbatch_is_taken_neither_again_nor_in_the_next_round
 
 @simulated(hosts, seed=43)
 async def test_a_joining_caller_with_other_targets_is_refused_and_the_honest_one_is_served(swarm: Hosts) -> None:
-    """What is under way is not blamed for a second caller of the same microbatch."""
+    """The microbatch under way is not blamed for a second caller of the same one."""
     trainer, (first, last) = swarm.trainers[0], swarm.hosts
     forger = await swarm.add_trainer("forger")
     hop = swarm.hop(trainer, 0, last)

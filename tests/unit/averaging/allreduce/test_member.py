@@ -1,4 +1,4 @@
-"""Who of those that gave up an attempt did so first."""
+"""Of members that gave up an attempt, one that did so first is found."""
 
 import pytest
 

@@ -32,7 +32,7 @@ LIKELY = 1e-6
 
 
 def ordered(swarm: Sequence[Member], given: Sequence[Any]) -> list[Any]:
-    """What each member has, in roster order."""
+    """Return the values given for the members, in roster order."""
     return [given[i] for i in sorted(range(len(swarm)), key=lambda i: swarm[i].rpc.peer_id)]
 
 
@@ -63,13 +63,13 @@ class Heard:
 
 
 def separate(network: SimulatedNetwork, *apart: Member) -> None:
-    """Let these members reach all but each other."""
+    """Cut the links between these members; each still reaches all others."""
     hidden, connected = {each.peer.name for each in apart}, network.connected
     network.connected = lambda first, second: not {first.name, second.name} <= hidden and connected(first, second)  # type: ignore[method-assign]
 
 
 def leave_out(owner: RosterMember, late: Collection[int]) -> None:
-    """Have an owner leave out parts, as if they had come too late to it."""
+    """Make an owner leave out these members' parts, as if they had come too late."""
     share = owner.session.share
 
     def judge(trust: Sequence[int]) -> frozenset[int]:

@@ -1,4 +1,4 @@
-"""What a trainer reports of its local steps, and when it ends a round, whatever it hears of the others."""
+"""A trainer reports its local steps, and ends a round in time, whatever it hears of the others."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -32,7 +32,7 @@ class Peer(GroupingPeer):
         return self.matchmaker.pacing
 
     def reports(self) -> dict[str, StepProgress]:
-        """What this peer, if it leads, knows of the steps in its round."""
+        """Return the reports of steps that this peer has as the leader of its round."""
         group = self.matchmaker._coordinator._groups.get(self.matchmaker.position.key)
         return {} if group is None else group.steps.reports
 

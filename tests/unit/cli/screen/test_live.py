@@ -17,7 +17,7 @@ from tests.unit.cli.screen.test_table import COMMITTED, TRAINER
 
 @dataclass
 class FakeChild:
-    """What a view looks at of a child process."""
+    """The attributes of a child process that a view reads."""
 
     name: str
     exit_code: int | None = None
@@ -47,7 +47,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
 
 
 def last_frame(terminal: Terminal) -> str:
-    """What was drawn after the last move of the cursor to the top of the table."""
+    """Return the text after the last move of the cursor to the top of the table."""
     return terminal.getvalue().rpartition("p2ptrain up")[2]
 
 
