@@ -30,6 +30,7 @@ PASSES_FILE = "passes.bin"
 PASS_SECONDS = 7 * 24 * 3600
 MAX_PASSES = MAX_GRANTS
 IPV4_BITS, IPV6_BITS = 24, 48
+MAX_REFUSAL_LENGTH = 256
 
 Text = Annotated[str, Meta(max_length=128)]
 
@@ -40,10 +41,11 @@ class AskPass(Message, frozen=True):
     nonce: Count
 
 
-class GivenPass(Message, frozen=True):
-    """A `Pass` of the caller, in wire form."""
+class PassReply(Message, frozen=True):
+    """A `Pass` of the caller in wire form, or why it gets none."""
 
-    credential: Annotated[bytes, Meta(max_length=MAX_CREDENTIAL_BYTES)]
+    credential: Annotated[bytes, Meta(max_length=MAX_CREDENTIAL_BYTES)] = b""
+    refusal: Annotated[str, Meta(max_length=MAX_REFUSAL_LENGTH)] = ""
 
 
 class Issued(Message, frozen=True, array_like=True):
@@ -101,11 +103,18 @@ class PassIssuer:
     def serve(self, rpc: Rpc) -> None:
         rpc.serve(PASS, AskPass, self._serve)
 
-    async def _serve(self, peer: str, request: AskPass) -> GivenPass:
+    async def _serve(self, peer: str, request: AskPass) -> PassReply:
+        try:
+            return PassReply(await self._issue(peer, request.nonce))
+        except NotAdmittedError as error:
+            return PassReply(refusal=str(error))
+
+    async def _issue(self, peer: str, nonce: int) -> bytes:
+        """Return a pass in wire form; raise `NotAdmittedError` if the peer gets none."""
         admission = self._admission
         if admission.admitted(peer) == BANNED:
             raise NotAdmittedError(BANNED)
-        if not is_solved(admission.swarm, peer, admission.puzzle_bits, request.nonce):
+        if not is_solved(admission.swarm, peer, admission.puzzle_bits, nonce):
             raise NotAdmittedError("its solution of the puzzle is wrong")
         networks = list(map(network_of, await self._hosts_of(peer)))
         now = int(self._runtime.now())
@@ -119,7 +128,7 @@ class PassIssuer:
                 except OSError as error:
                     logger.warning("cannot save %s (%s): a restart forgets newer passes", self._file, error.strerror)
         logger.info("peer %s of %s has a pass", peer[-8:], issued.network)
-        return GivenPass(to_bytes(signed_pass(self._key, admission.swarm, peer, issued.expires)))
+        return to_bytes(signed_pass(self._key, admission.swarm, peer, issued.expires))
 
     def _room_for(self, peer: str, networks: list[str], now: int) -> str:
         """Return the network of a peer in which it has a place; raise `NotAdmittedError` if there is none."""

@@ -28,10 +28,10 @@ from p2ptrain.errors import (
 )
 from p2ptrain.manifest import MAX_MANIFEST_BYTES, Manifest, SignedManifest
 from p2ptrain.network.admission import BANNED, Admission, Credential, Invite, signed_pass, solve
-from p2ptrain.network.issuing import PASS, AskPass, GivenPass, PassIssuer
+from p2ptrain.network.issuing import PASS, AskPass, PassIssuer, PassReply
 from p2ptrain.network.link import SwarmLink
 from p2ptrain.network.records.record import PeerRecord
-from p2ptrain.network.rpc.endpoint import NOT_SERVED, OTHER_PROTOCOL, OTHER_SWARM, Rpc
+from p2ptrain.network.rpc.endpoint import OTHER_PROTOCOL, OTHER_SWARM, Rpc
 from p2ptrain.network.schema import Message, Nothing, from_bytes, to_bytes
 from p2ptrain.network.transport import Transport
 from p2ptrain.node.options import PeerOptions
@@ -246,12 +246,10 @@ class Entry:
         refusals = []
         for peer in self._contacts:
             try:
-                reply = await self._rpc.call(peer, PASS, AskPass(nonce), GivenPass, PASS_ANSWER_SECONDS)
-                if not (why := self.admission.admitted(self._peer, reply.credential)):
+                reply = await self._rpc.call(peer, PASS, AskPass(nonce), PassReply, PASS_ANSWER_SECONDS)
+                if not (why := reply.refusal or self.admission.admitted(self._peer, reply.credential)):
                     return reply.credential, ""
                 refusals.append(why)
-            except PeerRefusedError as error:
-                refusals += [] if error.reason.endswith(NOT_SERVED) else [error.reason]
             except (PeerError, DeadlineError) as error:
                 logger.debug("peer %s gives no pass: %s", peer[-8:], error)
         return (b"", refusals[0]) if refusals else None

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from p2ptrain.errors import ConfigError, PeerRefusedError
+from p2ptrain.errors import ConfigError
 from p2ptrain.manifest import AdmissionSpec, Manifest, SignedManifest
 from p2ptrain.network.admission import NO_PASS, Admission, Issuer, Revocations, mark, solve
-from p2ptrain.network.issuing import PASS, PASS_SECONDS, PASSES_FILE, AskPass, GivenPass, PassIssuer, network_of
+from p2ptrain.network.issuing import PASS, PASS_SECONDS, PASSES_FILE, AskPass, PassIssuer, PassReply, network_of
 from p2ptrain.network.rpc.endpoint import Rpc
 from p2ptrain.network.schema import to_bytes
 from p2ptrain.network.simulated import SimulatedNetwork
@@ -55,13 +55,9 @@ class Newcomers:
         """Return why a caller is not in the swarm; empty if it got a pass that admits it."""
         peer = self.peer(number)
         nonce = solve(MANIFEST.digest, peer, SPEC.puzzle_bits).nonce
-        try:
-            given = await self._callers[number].call(
-                self._seed.peer_id, PASS, AskPass(nonce + (1 << 62 if wrong else 0)), GivenPass, 5
-            )
-        except PeerRefusedError as error:
-            return error.reason
-        return Admission(MANIFEST, lambda: self.now).admitted(peer, given.credential)
+        question = AskPass(nonce + (1 << 62 if wrong else 0))
+        reply = await self._callers[number].call(self._seed.peer_id, PASS, question, PassReply, 5)
+        return reply.refusal or Admission(MANIFEST, lambda: self.now).admitted(peer, reply.credential)
 
 
 @asynccontextmanager
