@@ -157,10 +157,10 @@ class Stranger:
             await self.rpc.call(victim, PROBE, Probe(self.key_of(head, victim), closing), ProbeReply, CALL_SECONDS)
 
     def name_leader(self, leader: Callable[[Key], str] = lambda key: "") -> None:
-        """Answer probes as a trainer does, but for the leader that it names."""
+        """Answer probes as a trainer does, but for the leader that it names, and for a turn that never comes."""
 
         async def on_probe(peer: str, request: Probe) -> ProbeReply:
-            return ProbeReply((await self.head()).without_proof(), leader(request.key), ())
+            return ProbeReply((await self.head()).without_proof(), leader(request.key), 1 << 40)
 
         self.rpc.serve(PROBE, Probe, on_probe)
 

@@ -1,9 +1,9 @@
 """The leader's side of matchmaking: the pending groups of the rounds that this peer leads.
 
-Every trainer runs a `Coordinator`. It accepts tickets and reports from the peers that follow this one, or redirects
-them to an earlier candidate. Each pending group has a task, which follows the policy of
-`p2ptrain.averaging.grouping.pending_group.decide`. The task probes missing peers: this asks them to hand in, and shows
-whether the swarm is ahead.
+Every trainer runs a `Coordinator`. It accepts tickets and reports from the peers that follow this one. Each pending
+group has a task, which follows the policy of `p2ptrain.averaging.grouping.pending_group.decide` while it is this peer's
+turn to lead. The task probes missing peers: this asks them to hand in, and shows whether the swarm is ahead. A group
+whose turn is yet to come only holds its tickets.
 """
 
 from __future__ import annotations
@@ -42,7 +42,6 @@ REPORT_WAIT_SECONDS = 1.0
 FORESIGHT_SECONDS = 0.25
 IDLE_GROUP_SECONDS = 120.0
 MAX_PENDING_GROUPS = 8
-MAX_HOPS = 4
 MAX_GUESTS = 16
 PATIENT_ROUNDS, IMPATIENT_ROUNDS = 3, 64
 """Rounds that wait for newcomers in vain, and rounds after them in which none is waited for; then one waits again."""
@@ -85,36 +84,43 @@ class Coordinator:
         await self._tasks.close()
 
     def give_way(self, key: Key, peer: str, closing: bool) -> bool:
-        """If a peer leads the round rather than this one, redirect this group's members to it, and return True.
+        """If another peer leads the round rather than this one, redirect this group's members to it; return True.
 
-        Views of failures differ, so a leader whose own group is not closing also yields to one that is ``closing``:
-        that one's group has a quorum. Of two with a quorum, `Leaders.priority` decides. No leader yields to a suspect
-        or to a peer that may not lead.
+        This peer yields to one that is ``closing`` if its own group is not, because that one's has a quorum; and, while
+        no member table says whose turn it is, to any that goes before it. It yields to no suspect, and to no peer that
+        may not lead.
         """
-        group, own = self._groups.get(key), self._context.rpc.peer_id
+        group, own, position = self._groups.get(key), self._context.rpc.peer_id, self._position
         if group is None or group.over or self._membership.is_suspect(peer) or not self._leaders.may_lead(key, peer):
             return False
-        if self._position.in_turn(key) == own:
-            return False
-        outranked = self._leaders.priority(key, peer) < self._leaders.priority(key, own)
-        if not (self._goes_before(key, peer) or (closing and (not group.closing or outranked))):
+        is_founding = not self._leaders.is_agreed(key)
+        goes_before = is_founding and self._leaders.order(key, peer) < self._leaders.order(key, own)
+        outranks = is_founding and position.order(key, peer) < position.order(key, own)
+        if not (goes_before or (closing and (outranks or not group.closing))):
             return False
         group.answer_all(messages.Redirected(peer))
         return True
 
-    def follow(self, key: Key, leader: str) -> str:
-        """Redirect this group's members to the candidate ``leader``, and return the peer to send the own ticket to.
+    def turned(self, key: Key) -> None:
+        """Go on once another turn has begun: lead, or send the tickets of earlier turns back.
 
-        If the candidate has sent its ticket to this peer, both would wait for each other: then the earlier in the
-        table's order leads.
+        If no member table says whose turn it is, all tickets go to the leader that this peer follows.
         """
-        own, group = self._context.rpc.peer_id, self._groups.get(key)
-        if leader == own or group is None or group.over or not group.members:
-            return leader
-        if group.has(leader) and self._position.order(key, own) < self._position.order(key, leader):
-            return own
-        group.answer_all(messages.Redirected(leader))
-        return leader
+        group, own = self._groups.get(key), self._context.rpc.peer_id
+        follows, leader = self._position.following or (None, own)
+        if group is None or group.over:
+            return
+        if not self._leaders.is_agreed(key):
+            if follows == key and leader != own and group.members:
+                group.answer_all(messages.Redirected(leader))
+        elif self._leaders.first(key) != own:
+            group.dismiss_before(self._leaders.turn(key))
+        group.stir()
+
+    def _is_leading(self, group: PendingGroup) -> bool:
+        """True if this peer leads a group now, rather than holds its tickets; before the round, nobody is known to."""
+        key, own = group.key, self._context.rpc.peer_id
+        return not self._position.is_of(key) or group.has(own) or self._leaders.first(key) == own
 
     def group(self, head: Head, key: Key) -> PendingGroup:
         """Return the pending group of the round after this head, a new one if necessary.
@@ -150,40 +156,52 @@ class Coordinator:
         if self._membership.is_convicted(ticket.peer):
             raise PeerRefusedError(self._context.rpc.peer_id, CONVICTED)
         self._membership.heard_from(ticket.peer)
-        self._leaders.reached(ticket.peer)
         async with Tasks() as tasks:
-            answer = tasks.call(self.enlist(ticket, head, request.tried, request.hops, request.avoid), "enlist")
+            enlisting = self.enlist(ticket, head, request.turn, request.tried, request.avoid)
+            answer = tasks.call(enlisting, "enlist")
             # Without keepalives from a leader that hangs, its followers turn to the next candidate.
             await send_keepalives(channel, answer, self._spec.grace_seconds, messages.Waiting, KeepaliveStatus())
             if answer.done():
                 await channel.send(answer.result())
 
     async def enlist(
-        self, ticket: Ticket, head: Head, tried: Collection[str], hops: int, avoid: Collection[str]
+        self, ticket: Ticket, head: Head, turn: int, tried: Collection[str], avoid: Collection[str]
     ) -> messages.Answer:
         """Return the final answer to one ticket; see `Join`."""
         own = self._context.rpc.peer_id
         if self._position.is_ahead_of(head):
             return messages.Behind(own)
         key = self._cells.key_of(ticket, ticket.peer, ticket.level)
-        order = self._position.order
-        if self._position.following == (key, ticket.peer) and order(key, ticket.peer) < order(key, own):
-            return messages.Redirected(ticket.peer)  # Tickets crossed: see `follow`.
-        if hops < MAX_HOPS:
-            follows, leader = self._position.following or (None, own)
-            if follows == key and leader not in (own, ticket.peer, *tried):
-                return messages.Redirected(leader)  # Like the members before: see `follow`.
-            best = self._leaders.candidates(key, [*tried, *self._position.broken_leaders(key, ticket.peer)])[0]
-            if best not in (own, ticket.peer):
-                return messages.Redirected(best)
+        self._leaders.heard(key, ticket.peer, turn)
+        if ticket.peer != own and (elsewhere := self._elsewhere(key, ticket.peer, turn, tried)) is not None:
+            return elsewhere
         await self._make_room(self.group(head, key), ticket.peer)
         group = self.group(head, key)
         apart = self._membership.conflicts(ticket.peer)
-        answer = group.add(ticket, asyncio.get_running_loop().time(), apart.union(avoid))
+        answer = group.add(ticket, asyncio.get_running_loop().time(), apart.union(avoid), turn)
         try:
             return await answer
         finally:
             group.remove(ticket.peer, answer) if not group.over else None
+
+    def _elsewhere(self, key: Key, peer: str, turn: int, tried: Collection[str]) -> messages.Answer | None:
+        """Return the answer to a ticket that should go to another leader, as far as this peer knows; else None.
+
+        It holds the ticket of a later turn than its own only if the sender has ``tried`` the leader of its own turn.
+        """
+        if not self._position.is_of(key):
+            return None
+        own, order, is_agreed = self._context.rpc.peer_id, self._position.order, self._leaders.is_agreed(key)
+        follows, leader = self._position.following or (None, "")
+        if follows != key:
+            leader = self._leaders.candidates(key, tried)[0]
+        if is_agreed and leader != own and turn < self._leaders.turn(key):
+            return messages.Later()
+        if leader == own or leader in tried:
+            return None
+        if leader == peer and (is_agreed or follows != key or order(key, own) < order(key, peer)):
+            return None  # Without a table, tickets crossed if this peer's is there: the earlier leads.
+        return messages.Redirected(leader)
 
     async def _make_room(self, group: PendingGroup, peer: str) -> None:
         """Probe another delegate of the peer's cell, if the group has one; dismiss it if it does not answer."""
@@ -224,7 +242,6 @@ class Coordinator:
 
     async def _serve_steps(self, peer: str, report: messages.StepsReport) -> messages.StepsAdvice:
         """Record a trainer's local steps, and return in how many seconds the round closes."""
-        self._leaders.reached(peer)
         if self._position.is_ahead_of(report.head):
             return messages.StepsAdvice(closing=True)  # It lives, but lags behind: the round does not wait for it.
         self._membership.heard_from(peer)
@@ -253,7 +270,6 @@ class Coordinator:
     def _group_of_worker(self, peer: str, head: Head) -> PendingGroup | None:
         """Return the pending group of a peer that reports work for it; None if its round is over."""
         self._membership.heard_from(peer)
-        self._leaders.reached(peer)
         if self._position.is_ahead_of(head):
             return None
         group = self._group_of(peer, head)
@@ -265,11 +281,6 @@ class Coordinator:
         group = self._groups.get(key)
         if group is not None and not group.members:
             group.answer_all(messages.Refused("nothing is left of the round: it begins again"))
-
-    def _goes_before(self, key: Key, peer: str) -> bool:
-        if turn := self._position.in_turn(key):
-            return peer == turn != self._context.rpc.peer_id
-        return self._leaders.order(key, peer) < self._leaders.order(key, self._context.rpc.peer_id)
 
     def _expected(self, group: PendingGroup) -> list[str]:
         """Return the slots of members that a group waits for."""
@@ -349,14 +360,14 @@ class Coordinator:
                 if self._position.is_ahead_of(group.head):
                     group.answer_all(messages.Behind(self._context.rpc.peer_id))
                     break
+                if not self._is_leading(group):
+                    await group.wait_for_change(PROBE_SECONDS)
+                    continue
                 expected, guests = self._expected(group), self._guests(group)
                 if not group.closing:
                     group.steps.foresee(self._working(group), now)
                 is_reduced = self._is_reduced(group, group.tickets)
                 decision = decide(group.situation(expected, now, guests, is_reduced=is_reduced), group.spec)
-                if decision.action in ("wait", "close") and (leader := self._followed_meanwhile(group, now)):
-                    group.answer_all(messages.Redirected(leader))
-                    break
                 if decision.action == "close" and not group.closing:
                     group.closing = True
                     behind = {each.peer for each in self._membership.records() if each.round < key.round}
@@ -396,16 +407,6 @@ class Coordinator:
             if self._groups.get(key) is group:
                 del self._groups[key]
 
-    def _followed_meanwhile(self, group: PendingGroup, now: float) -> str:
-        """Return the leader that this peer follows while its own group waits; empty if there is none.
-
-        A peer that was redirected too often stays here, and would wait in vain for all that are with that leader. It
-        goes there, or to the next candidate.
-        """
-        follows, leader = self._position.following or (None, "")
-        is_elsewhere = follows == group.key and leader != self._context.rpc.peer_id
-        return leader if is_elsewhere and group.seconds_waiting(now) > PROBE_SECONDS else ""
-
     def _finish(self, group: PendingGroup, expected: list[str], reason: str) -> None:
         waited_for = {*expected, *self._membership.expected()} - self._sitting_out(group.key)
         late = [] if group.key.level else [peer for peer in sorted(waited_for) if peer not in group.members]
@@ -431,16 +432,14 @@ class Coordinator:
             return
         finally:
             group.changed.set()
-        self._leaders.reached(peer)
         self._membership.answered(peer)
-        leader = said.leader
-        if self._membership.is_convicted(leader):
-            self._on_misled(peer, leader)
+        if self._membership.is_convicted(said.leader):
+            self._on_misled(peer, said.leader)
         if group.over:
             return
         if is_ahead(said.head, group.head):
             group.answer_all(messages.Behind(peer))
-        elif leader and self._leaders.may_lead(key, leader) and self._goes_before(key, leader):
-            if self._membership.is_suspect(leader):
-                return
-            group.answer_all(messages.Redirected(leader))
+            return
+        self._leaders.heard(key, peer, said.turn)
+        if said.leader and not self._leaders.is_agreed(key):
+            self.give_way(key, said.leader, closing=False)

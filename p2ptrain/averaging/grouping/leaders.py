@@ -1,12 +1,11 @@
 """The round in progress as this peer sees it: its head, and the peers that may lead its group.
 
-Peers lead in the order of the member table (`Table.order`), which changes with each round and puts those last that
-missed their turn in earlier rounds. A leader that failed goes to the end: its followers saw the group break, and all
-skip it in the next attempt. A peer that was not in the group is redirected by the leader that took over.
-
-Views of failures differ, so two peers may each follow the other, or both claim to lead. Between two peers that sent
-each other tickets, the table's order decides (`p2ptrain.averaging.grouping.coordinator.Coordinator.follow`). Between
-two that both have followers, failures of groups come first (`Leaders.priority`); peers mostly agree on those.
+Members lead in turn, in the order of the member table (`Table.order`). It is alike for all holders of a head, changes
+with each round, and puts those last that missed their turn in earlier rounds. Each member counts turns by itself: the
+next one begins once a leader fails, or once more than a third of the members are in a later one, as in viewstamped
+replication. A
+ticket for a turn that is over is sent back, and one for a later turn is held until its turn comes. So members that see
+different peers fail meet in one turn, and nobody follows what a single peer says.
 """
 
 from __future__ import annotations
@@ -18,18 +17,15 @@ from dataclasses import dataclass, field
 from p2ptrain.averaging.context import PeerContext
 from p2ptrain.averaging.grouping.cells import Cells, Key
 from p2ptrain.averaging.grouping.membership import Membership
-from p2ptrain.averaging.grouping.messages import MAX_GOSSIP, PROBE, Failures, Probe, ProbeReply
+from p2ptrain.averaging.grouping.messages import PROBE, Probe, ProbeReply
 from p2ptrain.averaging.protocol.certificate import Certificate, Head
 from p2ptrain.averaging.protocol.table import NO_MEMBERS, Table
-from p2ptrain.errors import PeerUnreachableError
 from p2ptrain.manifest import AveragingSpec
 
 LEAST_PROBE_SECONDS, MOST_PROBE_SECONDS = 3.0, 10.0
 DIALS = 4.0  # a question takes two dials, because it opens a stream, then asks; twice as many for retransmissions
-LEAST_TURN_SECONDS = 2.0
 MAX_PROBERS = 64
-MAX_FAILED = 1024
-MOST_BELIEVED = 3
+MAX_COUNTED = 1024
 
 
 @dataclass
@@ -41,10 +37,8 @@ class RoundPosition:
         participates: True if this peer trains; then it also waits for itself as a leader.
         following: The group and the leader to which it sent a ticket.
         closing: The group that should form with the work that this peer has.
-        running: The group, leader and members of the attempt that this peer is in.
         attempts: Attempts at the round in progress that this peer, or a delegate that it waited for, was in.
         standstill: Seconds for which this peer, while it was awake, has tried to end the round in progress.
-        turn: The group in which this peer was sent on too often, and whose turn it is to lead it.
         leaves: True if this peer leaves the swarm after the round in progress.
         left: Peers that signed reduced rounds of their own after this peer's full head, by their certificates.
         on_close: Called each time another peer says that the round in progress closes.
@@ -56,10 +50,8 @@ class RoundPosition:
     participates: bool = field(default=False, init=False)
     following: tuple[Key, str] | None = field(default=None, init=False)
     closing: Key | None = field(default=None, init=False)
-    running: tuple[Key, str, tuple[str, ...]] | None = field(default=None, init=False)
     attempts: int = field(default=0, init=False)
     standstill: float = field(default=0.0, init=False)
-    turn: tuple[Key, str] | None = field(default=None, init=False)
     leaves: bool = field(default=False, init=False)
     left: frozenset[str] = field(default=frozenset(), init=False)
     on_close: Callable[[], None] = lambda: None
@@ -73,10 +65,6 @@ class RoundPosition:
     def is_closing(self) -> bool:
         """True if this peer should hand in its work for the round in progress."""
         return self.closing == self.key
-
-    def in_turn(self, key: Key) -> str:
-        """Return whose turn it is to lead a group; empty while this peer goes by the order of `Leaders`."""
-        return self.turn[1] if self.turn is not None and self.turn[0] == key else ""
 
     def is_of(self, key: Key) -> bool:
         """True if a group belongs to the round in progress."""
@@ -124,12 +112,6 @@ class RoundPosition:
         """True if this peer's head wins over another one, whose round is then over."""
         return is_ahead(self.head, head)
 
-    def broken_leaders(self, key: Key, peer: str) -> list[str]:
-        """Return the leader of this peer's running attempt, if ``peer`` sends a new ticket: there the attempt broke."""
-        if self.running is None or self.running[0] != key or peer not in self.running[2]:
-            return []
-        return [self.running[1]]
-
     def close(self, key: Key) -> None:
         """Close the round in progress with the work that this peer has, if ``key`` is its group."""
         if key == self.key:
@@ -168,22 +150,28 @@ class _Seen:
     """Observations about one group.
 
     Attributes:
+        passed: How often this peer passed over each leader; all together are its turn.
+        turns: The turns of members, by their own account.
         probers: Peers that are in this round by their own account, even if no record says so yet.
-        unreachable: Leaders that this peer could not reach.
     """
 
-    failures: Counter[str] = field(default_factory=Counter)
-    detours: Counter[str] = field(default_factory=Counter)
-    unreachable: set[str] = field(default_factory=set)
+    passed: Counter[str] = field(default_factory=Counter)
+    turns: dict[str, int] = field(default_factory=dict)
     probers: set[str] = field(default_factory=set)
 
 
 class Leaders:
-    """Candidates for the leader of each round; remembers the latest group on each level of the tree."""
+    """Candidates for the leader of each round; remembers the latest group on each level of the tree.
 
-    def __init__(self, position: RoundPosition, membership: Membership) -> None:
+    ``on_turn`` is called when a turn begins because of others.
+    """
+
+    def __init__(
+        self, position: RoundPosition, membership: Membership, on_turn: Callable[[Key], None] = lambda key: None
+    ) -> None:
         self.position = position
         self.membership = membership
+        self._on_turn = on_turn
         self._seen: dict[int, tuple[Key, _Seen]] = {}
 
     def _remember(self, key: Key) -> _Seen:
@@ -196,56 +184,62 @@ class Leaders:
         known, seen = self._seen.get(key.level, (None, _Seen()))
         return seen if known == key else _Seen()
 
+    # --- turns ----------------------------------------------------------------------------------------------------
+
+    def turn(self, key: Key) -> int:
+        """Return how many leaders of a group this peer has passed over."""
+        return self._seen_of(key).passed.total()
+
+    def has_passed(self, key: Key, leader: str) -> bool:
+        """True if this peer has passed over a leader."""
+        return self._seen_of(key).passed[leader] > 0
+
+    def stand(self, key: Key, leader: str) -> None:
+        """Begin the turn of ``leader``: those before it are passed over, although they may answer again soon."""
+        order = sorted(self._there(key) | {leader}, key=lambda peer: self.order(key, peer))
+        for peer in order[: order.index(leader)]:
+            self._pass_over(key, peer)
+
     def failed(self, key: Key, leader: str) -> None:
-        self._count(self._remember(key).failures, leader)
+        """Begin the next turn, unless that of ``leader`` is over."""
+        if self.order(key, leader) <= self.order(key, self.first(key)):
+            self.stand(key, leader)
+            self._pass_over(key, leader)
 
-    def redirect_loop(self, key: Key, leader: str) -> None:
-        """Record that a leader redirected this peer to a later candidate, or in a loop."""
-        self._count(self._remember(key).detours, leader)
+    def _pass_over(self, key: Key, leader: str) -> None:
+        passed = self._remember(key).passed
+        if leader in passed or len(passed) < MAX_COUNTED:
+            passed[leader] += 1
 
-    def _count(self, counter: Counter[str], leader: str) -> None:
-        if leader in counter or len(counter) < MAX_FAILED:
-            counter[leader] += 1
+    def heard(self, key: Key, peer: str, turn: int) -> None:
+        """Record a member's turn; once more than a third of the members are in a later one, this peer is, too.
 
-    def priority(self, key: Key, peer: str) -> tuple[int, int, bytes]:
-        """Return the part of `order` on which peers mostly agree: failures of groups, and the table's order."""
-        return self._seen_of(key).failures[peer], *self.position.order(key, peer)
-
-    def gossip(self, key: Key) -> Failures:
-        """Return the leaders of this group with most failures, for newcomers."""
-        return tuple(self._seen_of(key).failures.most_common(MAX_GOSSIP))
-
-    def learn(self, key: Key, failures: Failures) -> None:
-        """Adopt another peer's `gossip`, unless this peer has seen a failure in the round itself.
-
-        Otherwise a newcomer would redirect the others to leaders that failed. A liar gains an attempt or two: own
-        observations soon outweigh `MOST_BELIEVED` failures.
+        Without them no earlier leader gets a quorum. Some of them are honest: they could not reach the leaders before,
+        for which the round does not wait any more.
         """
-        seen = self._remember(key)
-        if not seen.failures:
-            seen.failures.update({peer: min(number, MOST_BELIEVED) for peer, number in failures})
+        leading = self._leading(key)
+        if peer not in leading or peer == self.position.peer:
+            return
+        turns = self._remember(key).turns
+        turns[peer] = turn
+        rest = sorted((turns.get(each, 0) for each in leading - {self.position.peer}), reverse=True)
+        most = rest[min(len(leading) // 3, len(rest) - 1)]
+        turns_left = min(most - self.turn(key), len(leading))
+        for _ in range(turns_left):
+            first = min(leading, key=lambda each: self.order(key, each))
+            self.lost(first)
+            self.membership.missed_round(first)
+            self._pass_over(key, first)
+        if turns_left > 0:
+            self._on_turn(key)
 
-    def unanswered(self, key: Key, leader: str, error: Exception) -> None:
-        """Suspect a leader that did not answer; if it was unreachable, it is the last candidate until `reached`."""
-        self.lost(leader, str(error))
-        if isinstance(error, PeerUnreachableError) and len(self._remember(key).unreachable) < MAX_FAILED:
-            self._remember(key).unreachable.add(leader)
-
-    def unreachable(self, key: Key) -> set[str]:
-        """Return the leaders of this group that were not `reached` since a dial failed."""
-        return self._seen_of(key).unreachable
-
-    def reached(self, peer: str) -> None:
-        """Record that a peer is connected: it may have restarted."""
-        for _, seen in self._seen.values():
-            seen.unreachable.discard(peer)
+    # --- who is there ---------------------------------------------------------------------------------------------
 
     def probed_by(self, key: Key, peer: str) -> None:
         """Record that a peer is in this round by its own account: it sent a probe, or was in the last round."""
-        seen = self._remember(key)
-        self.reached(peer)
-        if len(seen.probers) < MAX_PROBERS:
-            seen.probers.add(peer)
+        probers = self._remember(key).probers
+        if len(probers) < MAX_PROBERS:
+            probers.add(peer)
 
     def lost(self, peer: str, reason: str | None = None) -> None:
         """Record that a peer does not answer, as a suspect if there is a ``reason``."""
@@ -259,9 +253,7 @@ class Leaders:
 
     def order(self, key: Key, peer: str) -> tuple[int, int, bytes]:
         """Return a peer's sort key among the candidates; the smallest leads."""
-        seen = self._seen_of(key)
-        failed = seen.failures[peer] + seen.detours[peer] + (peer in seen.unreachable)
-        return failed, *self.position.order(key, peer)
+        return self._seen_of(key).passed[peer], *self.position.order(key, peer)
 
     def may_lead(self, key: Key, peer: str) -> bool:
         """True if a peer is among the members that lead rounds of this lineage, or if this peer knows of none."""
@@ -275,37 +267,39 @@ class Leaders:
             return frozenset()
         return frozenset(peer for peer in position.head.table.leading if position.cells.includes(key, peer))
 
-    def candidates(self, key: Key, excluded: Collection[str]) -> list[str]:
-        """Return the peers of the cell that may lead, in order; at least this peer.
+    def is_agreed(self, key: Key) -> bool:
+        """True if the leaders of a group follow from the member table.
 
-        The lineage's member table names them. Before the founding round, peers know each other by their records alone.
-        So do newcomers whose members are all gone: each alone would end the round in a lineage of its own.
+        Before the founding round, peers know each other by their records alone. So do newcomers whose members are all
+        gone: each alone would end the round in a lineage of its own.
         """
-        own, members = self.position.peer, self._leading(key)
-        are_gone = not (own in members or self._able(key, members, ()))
-        if not members or (are_gone and not self.position.table_of(key).is_open):
-            members = frozenset({own, *self.membership.alive_trainers(), *self.probers(key)})
-        able = self._able(key, members, excluded)
-        return sorted(able | (members & {own}) or {own}, key=lambda peer: self.order(key, peer))
+        members = self._leading(key)
+        is_one_there = self.position.peer in members or bool(self._able(key, members, ()))
+        return bool(members) and (is_one_there or self.position.table_of(key).is_open)
+
+    def _there(self, key: Key) -> frozenset[str]:
+        """Return the peers of the cell that lead in turn, by the member table or as far as this peer knows them."""
+        if self.is_agreed(key):
+            return self._leading(key)
+        own, known = self.position.peer, {*self.membership.alive_trainers(), *self.probers(key)}
+        return frozenset({own, *(peer for peer in known if self.position.cells.includes(key, peer))})
+
+    def candidates(self, key: Key, excluded: Collection[str]) -> list[str]:
+        """Return the peers of the cell that may lead and may answer, the one whose turn it is first; at least this one.
+
+        It is this peer alone if no member that may lead answers.
+        """
+        own, there = self.position.peer, self._there(key)
+        able = self._able(key, there, excluded)
+        return sorted(able | (there & {own}) or {own}, key=lambda peer: self.order(key, peer))
+
+    def first(self, key: Key) -> str:
+        """Return the leader whose turn it is."""
+        return self.candidates(key, ())[0]
 
     def _able(self, key: Key, peers: frozenset[str], excluded: Collection[str]) -> frozenset[str]:
         """Return the other peers among these that may answer."""
-        membership, there = self.membership, {peer for peer in peers if self.position.cells.includes(key, peer)}
-        absent = {peer for peer in there if membership.is_suspect(peer) or membership.is_resting(peer)}
-        able = (there & self.probers(key) | there - absent).difference(excluded, {self.position.peer})
+        membership = self.membership
+        absent = {peer for peer in peers if membership.is_suspect(peer) or membership.is_resting(peer)}
+        able = (peers & self.probers(key) | peers - absent).difference(excluded, {self.position.peer})
         return frozenset(peer for peer in able if not membership.is_convicted(peer))
-
-    def in_turn(self, key: Key, now: float, spec: AveragingSpec) -> tuple[str, float]:
-        """Return whose turn it is to lead, and the seconds that are left of it; alike for all whose clocks agree.
-
-        Observations do not count here: peers that made other ones would send each other on for ever. So a dead member
-        has its turn, too.
-        """
-        there = sorted(self._leading(key) or self.candidates(key, ()), key=lambda peer: self.position.order(key, peer))
-        seconds = LEAST_TURN_SECONDS + 2.0 * spec.grace_seconds
-        number, passed = divmod(now, seconds)
-        return there[int(number) % len(there)], seconds - passed
-
-    def first(self, key: Key) -> str:
-        """Return the peer to report to: the first candidate that is not unreachable."""
-        return self.candidates(key, self.unreachable(key))[0]

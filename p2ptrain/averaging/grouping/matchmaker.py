@@ -1,21 +1,22 @@
 """A member's side of matchmaking: send a ticket to the round's leader, and check the roster that it returns.
 
-Every trainer runs a `Matchmaker`. Views of the present peers may differ, so that two peers both claim to lead. Then
-followers are redirected to the leader of smaller rank, and leaders that probe each other's followers merge. A peer that
-was sent on too often follows the members that may lead in turn, by the clock, and leads in its own turn.
+Every trainer runs a `Matchmaker`. A leader that fails, refuses, or holds the ticket for too long has had its turn, and
+the ticket goes to the next one (`p2ptrain.averaging.grouping.leaders.Leaders`). Before the founding round no member
+table says who leads; then views of the present peers may differ, so that two peers both claim to lead. Followers are
+redirected to the leader of smaller rank, and leaders that probe each other's followers merge.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any
 
 from p2ptrain.averaging.context import PeerContext
 from p2ptrain.averaging.grouping import messages
 from p2ptrain.averaging.grouping.cells import Cells, Key
-from p2ptrain.averaging.grouping.coordinator import CONVICTED, MAX_HOPS, Coordinator
+from p2ptrain.averaging.grouping.coordinator import CONVICTED, Coordinator
 from p2ptrain.averaging.grouping.leaders import Leaders, RoundPosition, probe, probe_seconds
 from p2ptrain.averaging.grouping.pending_group import group_spec, may_reduce
 from p2ptrain.averaging.grouping.reporting import Pacing, Standby
@@ -80,7 +81,7 @@ class Matchmaker:
         self.cells = Cells(context.spec.group_size)
         self.position = RoundPosition(head, context.rpc.peer_id, self.cells)
         self._last_leader: tuple[Key, str] | None = None
-        self.leaders = Leaders(self.position, context.membership)
+        self.leaders = Leaders(self.position, context.membership, self._on_turn)
         self._on_misled = on_misled
         self._hurried_by, self._cried_wolf = set[str](), set[str]()
         self._begin_round()
@@ -95,7 +96,7 @@ class Matchmaker:
         context.rpc.serve(messages.PROBE, messages.Probe, self._serve_probe)
 
     def abandon(self, leader: str) -> None:
-        """Stop following a leader that is convicted."""
+        """Stop following a leader: it is convicted, or its turn is over."""
         if self._asking is not None and self._asking[0] == leader:
             self._asking[1].cancel()
 
@@ -116,7 +117,6 @@ class Matchmaker:
         """Continue from another head, and expect the members of its last round even without records."""
         self.position.head = head
         self._begin_round()
-        self.position.running = None
         self.position.attempts, self.position.standstill, self.position.left = 0, 0.0, frozenset()
         self.backoff.reset()
         self._stop_clock()
@@ -177,8 +177,7 @@ class Matchmaker:
     async def _greet(self, peer: str, key: Key) -> None:
         try:
             said = await probe(self._context, peer, key)
-            if key == self.position.key:
-                self.leaders.learn(key, said.failures)
+            self.leaders.heard(key, peer, said.turn)
         except PeerRefusedError as error:
             logger.debug("peer %s takes no part: %s", peer[-8:], error)
         except (PeerError, DeadlineError) as error:
@@ -201,7 +200,7 @@ class Matchmaker:
         leader = followed[1] if followed is not None and followed[0] == key else ""
         if leader == self._context.rpc.peer_id and self._coordinator.give_way(key, peer, closing):
             leader = peer
-        return messages.ProbeReply(self.position.head.without_proof(), leader, self.leaders.gossip(key))
+        return messages.ProbeReply(self.position.head.without_proof(), leader, self.leaders.turn(key))
 
     def _is_believed(self, peer: str, key: Key) -> bool:
         """True if a round closes because a peer says so: who should lead it, or who has not said so falsely.
@@ -218,9 +217,16 @@ class Matchmaker:
 
     def group_broke(self) -> None:
         """Record that the group found last broke: another peer leads the next attempt."""
-        self.position.running = None
         if self._last_leader is not None:
             self.leaders.failed(*self._last_leader)
+            self._coordinator.turned(self._last_leader[0])
+
+    def _on_turn(self, key: Key) -> None:
+        """Take the own ticket back from the leader whose turn is over."""
+        followed = self.position.following
+        if followed is not None and followed[0] == key:
+            self.abandon(followed[1])
+        self._coordinator.turned(key)
 
     async def find_group(self, sign: Callable[[], Ticket]) -> Roster:
         """Send a ticket to the leader, and return the roster.
@@ -238,60 +244,54 @@ class Matchmaker:
         grace = (1 + ticket.level) * self._spec.grace_seconds
         deadline = loop.time() + self._spec.matchmaking_seconds + grace + probe_seconds(self._context)
         key = self.cells.key_of(ticket, ticket.peer, ticket.level)
-        tried, own = list[str](), self._context.rpc.peer_id
-        target, hops = "", 0
+        own, tried, target = self._context.rpc.peer_id, list[str](), ""
         self.start_clock()
         try:
             while (remaining := deadline - loop.time()) > 0:
                 if self._coordinator.closed:
                     raise NoGroupError("this peer is leaving")
-                excluded, turn_seconds = [*tried, *sorted(self.leaders.unreachable(key))], math.inf
-                if hops > MAX_HOPS:
-                    target, turn_seconds = self.leaders.in_turn(key, self._context.runtime.now(), self._spec)
-                    self.position.turn = key, target
-                leader = self._coordinator.follow(key, target or self.leaders.candidates(key, excluded)[0])
-                if leader == own and not (self.leaders.may_lead(key, own) or self.position.is_stalled(self._spec)):
+                leader = target or self.leaders.first(key)
+                may_lead = self.leaders.may_lead(key, own) or self.position.is_stalled(self._spec)
+                if leader in tried or (leader == own and not may_lead):
                     await asyncio.sleep(RETRY_SECONDS)
+                if leader == own and not may_lead:
                     raise NoGroupError("none of the members that may lead this round answers")
+                if not target:
+                    self.leaders.stand(key, leader)
                 self.position.following = self._last_leader = (key, leader)
-                seconds = min(turn_seconds, math.inf if ticket.stalled else self._seconds_until_stalled())
+                self._coordinator.turned(key)
+                turn, target = self.leaders.turn(key), ""
                 try:
-                    async with asyncio.timeout(None if seconds == math.inf else seconds):
-                        answer = await self._hand_in(leader, ticket, [*self._suspects(key), *excluded], hops, remaining)
-                except TimeoutError:  # The turn is over, or this peer agrees to a reduced round from now on.
+                    async with asyncio.timeout(None if ticket.stalled else self._seconds_until_stalled()):
+                        answer = await self._hand_in(leader, ticket, turn, [*self._suspects(key), *tried], remaining)
+                except TimeoutError:  # This peer agrees to a reduced round from now on.
                     ticket, target = sign(), leader
                     continue
-                if answer is not None and not isinstance(answer, messages.Redirected):
+                if answer is not None and not isinstance(answer, messages.Redirected | messages.Later):
                     roster = self._accept(answer, ticket, leader)
                     self.position.attempts += 1
                     self._cried_wolf |= self._hurried_by - {leader}
-                    self.position.running = (key, leader, roster.members)
                     self._coordinator.note_roster(key, roster.members)
-                    if leader != self._context.rpc.peer_id:
+                    if leader != own:
                         self._ask_absentees(key, roster.members)
                     return roster
-                hops += answer is not None
-                if hops > MAX_HOPS:
-                    await asyncio.sleep(RETRY_SECONDS)
-                    continue
-                if answer and leader != own and self._membership.is_suspect(answer.peer):
-                    # This leader still follows one that fell silent, and will notice: it comes next in the order.
-                    target = leader
-                    await asyncio.sleep(RETRY_SECONDS)
-                    continue
-                target = self._next_leader(key, leader, answer.peer, tried) if answer else ""
-                worse = not target or self.leaders.order(key, target) > self.leaders.order(key, leader)
-                if worse and leader not in self.leaders.unreachable(key):
-                    # It failed, stopped leading, or redirects in a loop; this peer must not redirect others to it.
+                if isinstance(answer, messages.Redirected):
+                    target = self._next_leader(key, leader, answer.peer, tried)
+                if self.leaders.turn(key) == turn and not self._is_better(key, target, leader):
                     tried.append(leader)
-                    (self.leaders.redirect_loop if answer else self.leaders.failed)(key, leader)
+                    self.leaders.failed(key, leader)
         except TemporaryError:
             self.group_broke()
             raise
         finally:
-            self.position.following = self.position.turn = None
+            self.position.following = None
         self.group_broke()
         raise NoGroupError("no group was found before the matchmaking deadline")
+
+    def _is_better(self, key: Key, target: str, leader: str) -> bool:
+        """True if a leader did well to redirect this peer: it neither failed nor redirects in a loop."""
+        by_table = self.leaders.is_agreed(key)
+        return bool(target) and (by_table or self.leaders.order(key, target) < self.leaders.order(key, leader))
 
     def start_clock(self) -> None:
         """Count from now on for how long this peer has tried to end the round in progress; idempotent."""
@@ -320,42 +320,52 @@ class Matchmaker:
         return sorted(there, key=lambda peer: self.leaders.order(key, peer), reverse=True)
 
     def _next_leader(self, key: Key, leader: str, wanted: str, tried: list[str]) -> str:
-        """Return the peer ``wanted`` to which a leader redirected; empty if this peer must not follow it."""
-        if wanted in self.leaders.unreachable(key) or not self.leaders.may_lead(key, wanted):
+        """Return the peer ``wanted`` to which a leader redirected; empty if this peer must not follow it.
+
+        By the member table it only goes back to one that it has passed over, and which still leads for others.
+        """
+        if not self.leaders.may_lead(key, wanted):
             return ""
         if leader == self._context.rpc.peer_id:  # Its own coordinator yielded to the other.
             return wanted
-        useless = wanted in tried or self._membership.is_suspect(wanted)
+        is_later = self.leaders.is_agreed(key) and not self.leaders.has_passed(key, wanted)
+        useless = is_later or wanted in tried or self._membership.is_suspect(wanted)
         return "" if useless else wanted
 
     async def _hand_in(
-        self, leader: str, ticket: Ticket, excluded: list[str], hops: int, timeout_seconds: float
+        self, leader: str, ticket: Ticket, turn: int, tried: list[str], timeout_seconds: float
     ) -> messages.Answer | None:
         """Return one leader's answer; None if it failed."""
         avoid = self._membership.avoided()
         try:
             if leader == self._context.rpc.peer_id:
                 async with asyncio.timeout(timeout_seconds):
-                    return await self._coordinator.enlist(ticket, self.position.head, excluded, MAX_HOPS, avoid)
-            request = messages.Join(
-                ticket, self.position.head.without_proof(), tuple(excluded[-messages.MAX_TRIED :]), hops, tuple(avoid)
-            )
-            try:
-                async with Tasks() as tasks:
-                    asking = tasks.call(self._ask(leader, request, timeout_seconds), f"join-{leader[-8:]}")
-                    self._asking = leader, asking
-                    await asyncio.wait({asking})
-                    return None if asking.cancelled() else asking.result()
-            finally:
-                self._asking = None
+                    asked = self._coordinator.enlist(ticket, self.position.head, turn, tried, avoid)
+                    return await self._until_abandoned(leader, asked)
+            head, latest = self.position.head.without_proof(), tuple(tried[-messages.MAX_TRIED :])
+            request = messages.Join(ticket, head, latest, turn, tuple(avoid))
+            return await self._until_abandoned(leader, self._ask(leader, request, timeout_seconds))
         except PeerRefusedError as error:
             logger.info("peer %s does not lead round %d: %s", leader[-8:], ticket.round, error.reason)
         except (PeerError, DeadlineError) as error:
-            self.leaders.unanswered(self.cells.key_of(ticket, ticket.peer, ticket.level), leader, error)
+            self.leaders.lost(leader, str(error))
             logger.info("leader %s of round %d failed: %s", leader[-8:], ticket.round, error)
         except TimeoutError:
             logger.info("no group for round %d within the deadline", ticket.round)
         return None
+
+    async def _until_abandoned(
+        self, leader: str, asked: Coroutine[Any, Any, messages.Answer]
+    ) -> messages.Answer | None:
+        """Return the leader's answer; None once this peer stops following it."""
+        try:
+            async with Tasks() as tasks:
+                asking = tasks.call(asked, f"join-{leader[-8:]}")
+                self._asking = leader, asking
+                await asyncio.wait({asking})
+                return None if asking.cancelled() else asking.result()
+        finally:
+            self._asking = None
 
     async def _ask(self, leader: str, request: messages.Join, timeout_seconds: float) -> messages.Answer:
         """Return another peer's answer to a ticket; keepalives extend the wait."""

@@ -12,7 +12,7 @@ from msgspec import Meta
 
 from p2ptrain.averaging.grouping.cells import Key
 from p2ptrain.averaging.grouping.membership import MAX_AVOIDED_PEERS
-from p2ptrain.averaging.protocol.certificate import MAX_MEMBERS, Count, Head, Name, Positive, Ticket
+from p2ptrain.averaging.protocol.certificate import MAX_MEMBERS, Count, Head, Name, Ticket
 from p2ptrain.averaging.timing.deadlines import Keepalive
 from p2ptrain.averaging.timing.goal import LONGEST_BATCH_SECONDS
 from p2ptrain.network.schema import Message
@@ -21,18 +21,16 @@ JOIN, PROBE, REPORT = "group.join", "group.probe", "group.report"
 TAKE_ON, STEPS, PASS, MOVED = "group.take_on", "group.steps", "group.pass", "group.moved"
 
 MAX_TRIED = 8
-MAX_GOSSIP = 16
 MAX_REASON_LENGTH = 200
 LONGEST_WAIT_SECONDS = 60.0
 MAX_JOIN_BYTES = 256 * 1024
 """A delegate shows the credentials of all peers that join by its cells: here of about 700."""
 Samples = Annotated[int, Meta(ge=0, lt=1 << 40)]
 Seconds = Annotated[float, Meta(ge=0.0, le=LONGEST_BATCH_SECONDS)]
-Failures = Annotated[tuple[tuple[Name, Positive], ...], Meta(max_length=MAX_GOSSIP)]
 
 
 class Join(Message, frozen=True):
-    """A ticket for the leader of a round.
+    """A ticket for the leader of a round, whose turn it is for the sender (`Leaders.turn`).
 
     The leader must not redirect the sender to peers in ``tried``; rounds with those in ``avoid`` broke for the sender.
     """
@@ -40,7 +38,7 @@ class Join(Message, frozen=True):
     ticket: Ticket
     head: Head
     tried: Annotated[tuple[Name, ...], Meta(max_length=MAX_TRIED)]
-    hops: Count
+    turn: Count
     avoid: Annotated[tuple[Name, ...], Meta(max_length=MAX_AVOIDED_PEERS)]
 
 
@@ -59,8 +57,12 @@ class Formed(Answer, frozen=True, tag="formed"):
     is_reduced: bool = False
 
 
+class Later(Answer, frozen=True, tag="later"):
+    """The turn of the ticket is over for the peer that should lead it."""
+
+
 class Redirected(Answer, frozen=True, tag="redirected"):
-    """Another peer leads this round."""
+    """Another peer leads this round: the sender yields to it, or no member table says who does."""
 
     peer: Name
 
@@ -91,12 +93,12 @@ class ProbeReply(Message, frozen=True):
 
     Attributes:
         leader: The leader that it follows in the group of the probe; empty for none.
-        failures: `Leaders.gossip` about that group.
+        turn: `Leaders.turn` of that group.
     """
 
     head: Head
     leader: Name
-    failures: Failures
+    turn: Count
 
 
 class BatchReport(Message, frozen=True):

@@ -14,7 +14,7 @@ from typing import Literal
 
 from p2ptrain.averaging.grouping.cells import Cells, Key
 from p2ptrain.averaging.grouping.membership import rank
-from p2ptrain.averaging.grouping.messages import Answer, Formed, Refused
+from p2ptrain.averaging.grouping.messages import Answer, Formed, Later, Refused
 from p2ptrain.averaging.protocol.certificate import Head, Ticket
 from p2ptrain.averaging.protocol.table import NO_MEMBERS, Table, quorum_of
 from p2ptrain.averaging.timing.goal import BatchProgress, GlobalBatch, LocalSteps, StepProgress
@@ -138,6 +138,7 @@ class _Member:
     ticket: Ticket
     answer: asyncio.Future[Answer]
     avoid: frozenset[str]
+    turn: int
 
 
 @dataclass
@@ -171,10 +172,12 @@ class PendingGroup:
     _first_ticket_at: float | None = field(default=None, init=False)
     _quorum_at: float | None = field(default=None, init=False)
 
-    def add(self, ticket: Ticket, now: float, avoid: frozenset[str] = frozenset()) -> asyncio.Future[Answer]:
+    def add(
+        self, ticket: Ticket, now: float, avoid: frozenset[str] = frozenset(), turn: int = 0
+    ) -> asyncio.Future[Answer]:
         """Add a ticket, which replaces the peer's older one; the future resolves with the final answer.
 
-        Two peers cannot represent one cell: the second is refused.
+        Two peers cannot represent one cell: the second is refused. ``turn`` is the sender's (`Join`).
         """
         answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         slot = self.slot_of(ticket.peer)
@@ -185,7 +188,7 @@ class PendingGroup:
         if previous is not None and not previous.answer.done():
             previous.answer.set_result(Refused("a newer ticket replaced this one"))
         self.members.pop(slot, None)
-        self.members[slot] = _Member(ticket, answer, avoid)
+        self.members[slot] = _Member(ticket, answer, avoid, turn)
         self.passed.discard(ticket.peer)
         self.batch.hand_in(ticket.peer, ticket.samples)
         self.steps.hand_in(ticket.peer, now)
@@ -211,6 +214,12 @@ class PendingGroup:
         if member is not None and member.ticket.peer == peer and not member.answer.done():
             member.answer.set_result(Refused(reason))
             self.remove(peer, member.answer)
+
+    def dismiss_before(self, turn: int) -> None:
+        """Send the tickets of earlier turns back."""
+        for member in self.members.values():
+            if member.turn < turn and not member.answer.done():
+                member.answer.set_result(Later())
 
     def has(self, peer: str) -> bool:
         member = self.members.get(self.slot_of(peer))

@@ -101,7 +101,7 @@ class Pacing:
             except PeerRefusedError:
                 return False
             except (PeerError, DeadlineError) as error:
-                self._leaders.unanswered(key, leader, error)
+                self._leaders.lost(leader, str(error))
                 return False
             if advice.closing:
                 position.close(key)
@@ -240,10 +240,10 @@ class Pacing:
                 leader, messages.STEPS, report, messages.StepsAdvice, self._answer_seconds(leader)
             )
         except PeerRefusedError:
-            self._leaders.redirect_loop(key, leader)
+            self._leaders.failed(key, leader)
             return
         except (PeerError, DeadlineError) as error:
-            self._leaders.unanswered(key, leader, error)
+            self._leaders.lost(leader, str(error))
             return
         if advice.closing:
             position.close(key)
@@ -290,7 +290,7 @@ class Standby:
             except (PeerError, DeadlineError) as error:
                 if leader == context.rpc.peer_id:  # It is leaving.
                     return 0
-                self._leaders.unanswered(key, leader, error)  # Also a refusal: the leader now hosts another stage.
+                self._leaders.lost(leader, str(error))  # Also a refusal: the leader now hosts another stage.
                 continue
             if reply.closing:
                 self._position.close(key)
@@ -310,7 +310,7 @@ class Standby:
             if (await context.rpc.call(leader, messages.PASS, messages.Pass(head), messages.Ahead, patience)).is_ahead:
                 return leader
         except (PeerError, DeadlineError) as error:
-            self._leaders.unanswered(key, leader, error)
+            self._leaders.lost(leader, str(error))
         others = sorted({*self._leaders.membership.expected()} - {leader} - context.sitting_out(self._position.head))
         asked = context.runtime.random.sample(others, min(len(others), MAX_ASKED))
         asked = [peer for peer in [leader, *asked] if peer != context.rpc.peer_id]
@@ -333,7 +333,7 @@ class Standby:
             try:
                 await probe(self._context, peer, key, closing=True)
             except (PeerError, DeadlineError) as error:
-                self._leaders.unanswered(key, peer, error)
+                self._leaders.lost(peer, str(error))
 
         expected = self._leaders.membership.expected()
         await together("hurry", (hurry(peer) for peer in expected if self._position.cells.includes(key, peer)))
