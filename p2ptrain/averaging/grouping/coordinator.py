@@ -187,7 +187,8 @@ class Coordinator:
     def _elsewhere(self, key: Key, peer: str, turn: int, tried: Collection[str]) -> messages.Answer | None:
         """Return the answer to a ticket that should go to another leader, as far as this peer knows; else None.
 
-        It holds the ticket of a later turn than its own only if the sender has ``tried`` the leader of its own turn.
+        A ticket of an earlier turn than this peer's goes on to the next leader. One of a later turn goes to the leader
+        of this peer's turn; if its sender has ``tried`` that one, this peer holds it.
         """
         if not self._position.is_of(key):
             return None

@@ -62,7 +62,10 @@ class Later(Answer, frozen=True, tag="later"):
 
 
 class Redirected(Answer, frozen=True, tag="redirected"):
-    """Another peer leads this round: the sender yields to it, or no member table says who does."""
+    """Another peer leads this round: in the sender's turn, or because the sender yields to it.
+
+    Without a member table, it goes before the sender.
+    """
 
     peer: Name
 
