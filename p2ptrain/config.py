@@ -64,6 +64,13 @@ def check_multiaddr(text: str) -> str:
     return text
 
 
+def check_device(text: str) -> str:
+    """Return ``text``; raise `ValueError`, with the devices that are allowed, unless it names one."""
+    if re.fullmatch(r"auto|cpu|cuda(:\d+)?", text) is None:
+        raise ValueError(f"{text!r} is not a device: give auto, cpu, cuda, or cuda:N for one of several GPUs")
+    return text
+
+
 _WINDOW = re.compile(r"^\s*(\d\d?):(\d\d)\s*-\s*(\d\d?):(\d\d)\s*$")
 
 
@@ -128,7 +135,7 @@ class NetworkSection(Section):
 class ResourcesSection(Section):
     """Limits on the use of this machine."""
 
-    device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
+    device: Annotated[str, AfterValidator(check_device)] = "auto"
     """``auto`` (the first GPU if there is one), ``cpu``, ``cuda`` or ``cuda:N``."""
     threads: int = Field(0, ge=0, le=4096)
     """CPU threads for tensor arithmetic; 0 takes one per core."""

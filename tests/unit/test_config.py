@@ -67,7 +67,7 @@ def test_an_error_says_where_its_value_came_from(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("device", ["gpu", "cuda:", "cuda:x", "CPU", "cpu\n"])
 def test_an_unknown_device_is_refused(device: str) -> None:
-    with pytest.raises(ConfigError, match="device"):
+    with pytest.raises(ConfigError, match=r"resources\.device: .* is not a device: give auto, cpu, cuda, or cuda:N"):
         PeerConfig.load(None, {**MINIMAL, "resources.device": device})
 
 
