@@ -138,6 +138,7 @@ def card(exported: Exported, measured: Line | None) -> str:
         "packages": ", ".join(map(_code, manifest.packages)),
     }
     training = manifest.training.model_dump(mode="json", exclude=None if has_text else OF_OWN_LOOP)
+    training["rounds"] = training["rounds"] or "no limit"
     evaluation = _evaluation(measured, manifest, exported.round) if measured is not None else ""
     sections = [
         f"---\n{front}\n---",

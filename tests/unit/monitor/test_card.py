@@ -58,6 +58,10 @@ def write_metrics(folder: Path, *lines: dict[str, Any], name: str = METRICS) -> 
     (folder / name).write_text(text)
 
 
+def test_it_tells_the_limit_of_rounds() -> None:
+    assert row(card(exported(training=TrainingSpec(rounds=50)), None), "rounds") == "50"
+
+
 def test_it_tells_what_manifest_and_checkpoint_hold() -> None:
     text = card(exported(), None)
     assert row(text, "parameters") == f"{sum(each.numel() for each in build_model(SMALL).parameters()):,}"
@@ -69,6 +73,7 @@ def test_it_tells_what_manifest_and_checkpoint_hold() -> None:
     assert row(text, "swarm") == MANIFEST.digest.hex()
     assert row(text, "organizer's key") == "QmOrganizer"
     assert row(text, "learning_rate") == "0.0015"
+    assert row(text, "rounds") == "no limit"
     assert row(text, "codec") == "int8"
     assert row(text, "rule") == "norm_clip"
     assert row(text, "`QmOne`") == "41"
