@@ -62,6 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError(f"--max-minutes {arguments.max_minutes}: give a number above 0")
     if arguments.text is not None and not arguments.text.exists():
         raise UsageError(f"--text {arguments.text}: no such file or folder")
+    _check_writable(arguments.out)
     import torch
 
     from p2ptrain.cli.screen.bars import bars
@@ -79,6 +80,16 @@ def run(arguments: argparse.Namespace) -> int:
     read, held_out = _text(served, spec, folder, arguments)
     save = partial(_save, draft, draft_spec(spec, arguments.layers), folder, arguments.out)
     return _train(Distillation(served, draft.to(device), arguments.steps), read, held_out, save, arguments)
+
+
+def _check_writable(out: Path) -> None:
+    """Raise `ConfigError` if `_save` could not write there; it writes beside the folder, and into one that exists."""
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        for folder in (out.parent, out) if out.is_dir() else (out.parent,):
+            tempfile.TemporaryDirectory(dir=folder, prefix=f".{out.name}-").cleanup()
+    except OSError as error:
+        raise ConfigError(f"--out {out}: {error.strerror}: choose a folder that you may write to") from error
 
 
 def _device(name: str) -> str:
