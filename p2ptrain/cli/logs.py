@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 import time
 
@@ -30,7 +31,12 @@ class JsonFormatter(logging.Formatter):
 
 
 def configure_logging(log_format: str, level: str) -> None:
-    """Log to standard error, as ``text`` or ``json``; ``level`` applies to p2ptrain, other libraries log warnings."""
+    """Log to standard error, as ``text`` or ``json``; ``level`` applies to p2ptrain, other libraries log warnings.
+
+    Unless that is a terminal, libraries that are imported later draw no progress bars.
+    """
+    if not sys.stderr.isatty():
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # transformers follows it, too.
     handler = logging.StreamHandler(sys.stderr)
     text = logging.Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s", datefmt="%H:%M:%S")
     handler.setFormatter(JsonFormatter() if log_format == "json" else text)

@@ -1,5 +1,9 @@
 import json
 import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 from p2ptrain.cli.logs import JsonFormatter, _is_ours
 
@@ -38,3 +42,16 @@ def test_a_wait_that_hivemind_leaves_behind_is_not_logged_and_a_lost_task_of_our
     assert logged("presence", "Event.wait")
     assert logged("Task-349", "Presence.run")
     assert _is_ours(logging.LogRecord("asyncio", logging.ERROR, "f", 1, "another %s", ("error",), None))
+
+
+def test_libraries_draw_no_progress_bars_into_a_pipe() -> None:
+    load = (
+        "from p2ptrain.cli.logs import configure_logging; configure_logging('text', 'warning')\n"
+        "from transformers.utils.logging import tqdm\n"
+        "for _ in tqdm(range(3), desc='Loading weights'): pass"
+    )
+    environment = {key: value for key, value in os.environ.items() if key != "HF_HUB_DISABLE_PROGRESS_BARS"}
+    root = Path(__file__).parents[3]
+    command = [sys.executable, "-c", load]
+    done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
