@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from p2ptrain.buffers import Buffer
+
+logger = logging.getLogger(__name__)
 
 
 def replace_file(path: Path, *pieces: Buffer, synced: bool = False, mode: int = 0o666) -> None:
@@ -40,3 +44,26 @@ def sync_folder(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+class WriteLog:
+    """Logs the first of several failed writes in a row, and the first success after them."""
+
+    def __init__(self, what: str, path: Path | None) -> None:
+        """``what`` is written to ``path``, in words."""
+        self._what, self._path = what, path
+        self._has_failed = False
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """Log the block's result if it differs from the last one; an `OSError` passes on."""
+        try:
+            yield
+        except OSError as error:
+            if not self._has_failed:
+                logger.error("cannot keep %s in %s: %s", self._what, self._path, error.strerror or error)
+            self._has_failed = True
+            raise
+        if self._has_failed:
+            logger.warning("%s can be kept in %s again", self._what, self._path)
+        self._has_failed = False

@@ -1,12 +1,13 @@
 """Replaced files: a crash at any step leaves the old content or the new."""
 
+import errno
 import os
 import re
 from pathlib import Path
 
 import pytest
 
-from p2ptrain.disk import replace_file
+from p2ptrain.disk import WriteLog, replace_file
 
 PACKAGE = Path(__file__).resolve().parents[2] / "p2ptrain"
 STEPS = ("open", "write", "fsync", "replace", "sync of the folder")
@@ -86,3 +87,18 @@ def test_nothing_else_writes_beside_a_file_and_renames() -> None:
     renames = re.compile(r"os\.(replace|rename)\(|(partial|temporary|unfinished|path)\.replace\(|mkstemp")
     found = {str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py") if renames.search(path.read_text())}
     assert found <= allowed
+
+
+def test_a_disk_that_is_full_for_a_while_is_logged_twice(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    log = WriteLog("votes", tmp_path / "votes")
+    for _ in range(2):
+        for _ in range(3):
+            with pytest.raises(OSError, match="No space"), log.writing():
+                raise OSError(errno.ENOSPC, "No space left on device")
+        for _ in range(3):
+            with log.writing():
+                pass
+    began, ended = f"cannot keep votes in {tmp_path}/votes: No space left on device", "can be kept"
+    assert [began in text or ended in text for text in caplog.messages] == [True] * 4
+    assert caplog.messages[0] == began
+    assert caplog.messages[1] == f"votes can be kept in {tmp_path}/votes again"

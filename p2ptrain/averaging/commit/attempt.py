@@ -32,7 +32,7 @@ from p2ptrain.codecs import (
     fewer_bytes_listed,
     smaller_codecs,
 )
-from p2ptrain.errors import TemporaryError
+from p2ptrain.errors import ResourceError, TemporaryError
 from p2ptrain.hashing import EMPTY_HASH
 from p2ptrain.manifest import AveragingSpec
 from p2ptrain.signing import Signer
@@ -362,8 +362,8 @@ class Attempt:
         assert self.body is not None
         try:
             may_sign = not self.body.is_last or ballots.vote(self.body)
-        except OSError as error:
-            logger.warning("round %d: this peer does not vote: its vote cannot be kept: %s", self.body.round, error)
+        except ResourceError as error:
+            logger.debug("round %d: %s", self.body.round, error)
             return
         if may_sign:
             self.proofs[signer.peer_id] = signer.sign(vote(self.body.body_hash))

@@ -19,7 +19,7 @@ import msgspec
 from msgspec import Meta
 
 from p2ptrain.averaging.protocol.certificate import Certificate, Count, Head, Name, Proof
-from p2ptrain.disk import replace_file
+from p2ptrain.disk import WriteLog, replace_file
 from p2ptrain.errors import IntegrityError
 from p2ptrain.hashing import canonical_bytes
 from p2ptrain.manifest import MAX_ANCHOR_KEYS
@@ -82,6 +82,7 @@ class AnchorBook:
         self.keys, self.every = frozenset(keys), every
         self._quorum = quorum or len(self.keys) // 2 + 1
         self._swarm, self._signer, self._read, self._path = swarm, signer, read, path
+        self._log = WriteLog("anchors", path)
         self._record = _Record()
         self._by_key: dict[str, Anchor] = {}
         self._lock = Lock()
@@ -255,10 +256,10 @@ class AnchorBook:
                 return False
             try:
                 if self._path is not None:
-                    self._path.parent.mkdir(parents=True, exist_ok=True)
-                    replace_file(self._path, to_bytes(record), synced=True)
-            except OSError as error:
-                logger.error("cannot keep an anchor in %s: %s", self._path, error)
+                    with self._log.writing():
+                        self._path.parent.mkdir(parents=True, exist_ok=True)
+                        replace_file(self._path, to_bytes(record), synced=True)
+            except OSError:
                 return False
             self._record = record
             return True

@@ -20,8 +20,8 @@ from msgspec import Meta
 
 from p2ptrain.averaging.protocol.certificate import MAX_MEMBERS, Body, Count, Head, Name, lineage_after
 from p2ptrain.buffers import Bounded
-from p2ptrain.disk import replace_file
-from p2ptrain.errors import IntegrityError
+from p2ptrain.disk import WriteLog, replace_file
+from p2ptrain.errors import IntegrityError, ResourceError
 from p2ptrain.network.schema import Hash, Message, from_bytes, to_bytes
 
 MAX_LINEAGES = 64
@@ -62,6 +62,7 @@ class Ballots:
 
     def __init__(self, path: Path | None = None) -> None:
         self._path = path
+        self._log = WriteLog("votes", path)
         self._votes: dict[bytes, _Vote] = {}
         self._lock = Lock()
         self._lost: tuple[bytes, ...] = ()
@@ -138,7 +139,7 @@ class Ballots:
             leaving: Members that leave the swarm with this result.
 
         Raises:
-            OSError: The vote cannot be written, and must not be sent.
+            ResourceError: The vote cannot be written, and must not be sent.
         """
         with self._lock:
             last = self._votes.get(body.lineage)
@@ -159,8 +160,12 @@ class Ballots:
             given_up = dict.fromkeys([*self._lost, *lost])
             lost = tuple(each for each in given_up if each not in (body.lineage, body.next_lineage))[-MAX_LINEAGES:]
             if self._path is not None:
-                self._path.parent.mkdir(parents=True, exist_ok=True)
-                replace_file(self._path, to_bytes(_Record(tuple(votes), tip, lost, forgotten)), synced=True)
+                try:
+                    with self._log.writing():
+                        self._path.parent.mkdir(parents=True, exist_ok=True)
+                        replace_file(self._path, to_bytes(_Record(tuple(votes), tip, lost, forgotten)), synced=True)
+                except OSError as error:
+                    raise ResourceError(f"this peer cannot keep its vote: {error.strerror or error}") from error
             self._votes, self.tip, self._lost = {vote.lineage: vote for vote in votes}, tip, lost
             self._forgotten = forgotten
             return True

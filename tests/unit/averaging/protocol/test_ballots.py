@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from p2ptrain.averaging.context import ballots_in
 from p2ptrain.averaging.protocol.ballots import MAX_LINEAGES, Ballots
 from p2ptrain.averaging.protocol.certificate import Body, genesis
-from p2ptrain.errors import IntegrityError
+from p2ptrain.errors import IntegrityError, ResourceError
 
 SWARM = b"s" * 32
 HEAD = genesis(SWARM, b"d" * 32)
@@ -77,8 +77,21 @@ def test_a_light_voter_votes_for_a_later_view_only_if_most_of_the_earlier_roster
 def test_a_vote_that_cannot_be_written_is_none(tmp_path: Path) -> None:
     (tmp_path / "gone").write_text("no folder")
     ballots = Ballots(tmp_path / "gone" / "votes")
-    with pytest.raises(OSError, match="gone"):
+    with pytest.raises(ResourceError, match="this peer cannot keep its vote"):
         ballots.vote(make_body("x"))
+
+
+def test_a_full_disk_is_logged_once_however_often_a_vote_is_asked_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "gone").write_text("no folder")
+    ballots = Ballots(tmp_path / "gone" / "votes")
+    for _ in range(3):
+        with pytest.raises(ResourceError):
+            ballots.vote(make_body("x"))
+    (tmp_path / "gone").unlink()
+    assert ballots.vote(make_body("x"))
+    assert [record.levelname for record in caplog.records] == ["ERROR", "WARNING"]
 
 
 def test_two_threads_do_not_vote_for_two_bodies_of_a_view(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,7 +147,7 @@ def test_a_write_that_broke_off_leaves_the_votes_before_it(tmp_path: Path, monke
 
     with monkeypatch.context() as patched:
         patched.setattr(os, "fsync", full)
-        with pytest.raises(OSError, match="full"):
+        with pytest.raises(ResourceError, match="full"):
             ballots.vote(make_body("y", view=1))
     assert Ballots(tmp_path / "votes").vote(make_body("z", view=1))
 

@@ -17,7 +17,7 @@ from p2ptrain.averaging.protocol.ballots import MAX_RESULTS, MAX_ROUNDS, Ballots
 from p2ptrain.averaging.protocol.certificate import Body, genesis, vote
 from p2ptrain.averaging.protocol.table import Row, Table
 from p2ptrain.averaging.verification.opening import TWO_VOTES, DoubleVote, Evidence, Rules, Slice, verify_evidence
-from p2ptrain.errors import IntegrityError
+from p2ptrain.errors import IntegrityError, ResourceError
 from p2ptrain.network.schema import from_bytes, to_bytes
 from tests.support.signers import NamedSigner
 from tests.unit.averaging.protocol.test_ballots import SWARM, make_body
@@ -116,7 +116,7 @@ def test_no_two_votes_of_an_honest_voter_convict_it_whatever_it_is_asked(
                 ballots.vote(body)  # Its signature is never sent.
                 ballots = Ballots(path)
             elif how == "full disk":
-                with pytest.MonkeyPatch.context() as failing, contextlib.suppress(OSError):
+                with pytest.MonkeyPatch.context() as failing, contextlib.suppress(ResourceError):
                     failing.setattr(os, "fsync", fail)
                     ballots.vote(body)
             elif (is_reduced and how == "light") or ballots.vote(body):
