@@ -38,13 +38,12 @@ class NoHostError(TemporaryError):
     Args:
         stage: The stage's number, from 0.
         blocks: The stage's blocks: the first, and the one after its last.
+        is_whole: True if no stage of the model has a host.
     """
 
-    def __init__(self, stage: int, blocks: tuple[int, int]) -> None:
-        super().__init__(
-            f"no host serves stage {stage} (blocks {blocks[0]} to {blocks[1] - 1}): wait for one, or add one with "
-            "'p2ptrain join LINK --serve'"
-        )
+    def __init__(self, stage: int, blocks: tuple[int, int], *, is_whole: bool = False) -> None:
+        what = "the model" if is_whole else f"stage {stage} (blocks {blocks[0]} to {blocks[1] - 1})"
+        super().__init__(f"no host serves {what}: wait for one, or add one with 'p2ptrain join LINK --serve'")
         self.stage, self.blocks = stage, blocks
 
 

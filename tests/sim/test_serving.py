@@ -325,6 +325,20 @@ async def test_a_stage_without_host_is_named(swarm: ServingSwarm, client: Any) -
         await client.ask(PROMPT, 3)
 
 
+@pytest.mark.parametrize(("hosts", "named"), [((1, 0), "stage 1 (blocks "), ((0, 0), "the model: ")])
+def test_a_client_tells_for_what_and_how_long_it_waits(
+    hosts: tuple[int, int], named: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main(swarm: ServingSwarm, client: Any) -> None:
+        with pytest.raises(NoHostError):
+            await client.ask(PROMPT, 3)
+
+    serve(main, *hosts, wait_seconds=2.0)
+    (told,) = [text for text in caplog.messages if "waiting" in text]
+    assert told.startswith(f"no host serves {named}")
+    assert told.endswith("waiting for up to 2 s")
+
+
 @pytest.mark.parametrize("other", ["small-1/int8", "torch-1/fp32"])
 def test_hosts_that_compute_differently_are_named_and_waited_for(other: str) -> None:
     """No host is missing: the client is told which stages differ, and goes on once one of them has its like."""

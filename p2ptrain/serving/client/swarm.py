@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
@@ -36,6 +37,8 @@ from p2ptrain.serving.prefix import page_hashes
 from p2ptrain.serving.sampling import Sampling
 from p2ptrain.signing import Signer
 from p2ptrain.tasks import Tasks
+
+logger = logging.getLogger(__name__)
 
 S = TypeVar("S", bound=SwarmSession)
 
@@ -231,13 +234,16 @@ class SwarmGenerator:
 
     async def _first_plan(self, id: bytes, needs: Needs) -> Plan:
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + self._wait_seconds
+        deadline, told = loop.time() + self._wait_seconds, ""
         while True:
             try:
                 return self._plan(id, needs)
             except NoHostError as error:
-                if loop.time() >= deadline or isinstance(error, NoGrammarError):
+                left = deadline - loop.time()
+                if left <= 0 or isinstance(error, NoGrammarError):
                     raise
+                if told != (told := str(error)):
+                    logger.warning("%s; waiting for up to %.0f s", told, left)
             await asyncio.sleep(LOOK_SECONDS)
 
     def _plan(self, id: bytes, needs: Needs = ANY, version: Version | None = None) -> Plan:
@@ -253,7 +259,9 @@ class SwarmGenerator:
         if mixed := sides(hosts, num_stages):
             raise MixedHostsError(found, self._blocks[found], mixed)
         is_served = needs.engine is not None and isinstance(choose(hosts, num_stages, id, Needs(needs.positions)), Plan)
-        raise (NoGrammarError if is_served else NoHostError)(found, self._blocks[found])
+        if is_served:
+            raise NoGrammarError(found, self._blocks[found])
+        raise NoHostError(found, self._blocks[found], is_whole=not any(is_able(host, num_stages) for host in hosts))
 
 
 def _engine(sampling: Sampling) -> str | None:
