@@ -1,5 +1,6 @@
 """A voter's own votes: one body a view, in memory, in its file, and in several threads."""
 
+import logging
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -91,7 +92,7 @@ def test_a_full_disk_is_logged_once_however_often_a_vote_is_asked_for(
             ballots.vote(make_body("x"))
     (tmp_path / "gone").unlink()
     assert ballots.vote(make_body("x"))
-    assert [record.levelname for record in caplog.records] == ["ERROR", "WARNING"]
+    assert [record.levelno for record in caplog.records] == [logging.ERROR, logging.WARNING]
 
 
 def test_two_threads_do_not_vote_for_two_bodies_of_a_view(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
