@@ -118,7 +118,10 @@ class Coordinator:
         group.stir()
 
     def _is_leading(self, group: PendingGroup) -> bool:
-        """True if this peer leads a group now, rather than holds its tickets; before the round, nobody is known to."""
+        """True if this peer leads a group now, rather than holds its tickets.
+
+        It leads a round that it has not reached itself: there it knows of no other leader.
+        """
         key, own = group.key, self._context.rpc.peer_id
         return not self._position.is_of(key) or group.has(own) or self._leaders.first(key) == own
 

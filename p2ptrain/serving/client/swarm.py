@@ -242,7 +242,8 @@ class SwarmGenerator:
                 left = deadline - loop.time()
                 if left <= 0 or isinstance(error, NoGrammarError):
                     raise
-                if told != (told := str(error)):
+                if str(error) != told:
+                    told = str(error)
                     logger.warning("%s; waiting for up to %.0f s", told, left)
             await asyncio.sleep(LOOK_SECONDS)
 
