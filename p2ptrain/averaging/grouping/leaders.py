@@ -3,9 +3,9 @@
 Members lead in turn, in the order of the member table (`Table.order`). It is alike for all holders of a head, changes
 with each round, and puts those last that missed their turn in earlier rounds. Each member counts turns by itself: the
 next one begins once a leader fails, or once more than a third of the members are in a later one, as in viewstamped
-replication. A
-ticket for a turn that is over is sent back, and one for a later turn is held until its turn comes. So members that see
-different peers fail meet in one turn, and nobody follows what a single peer says.
+replication. A ticket for a turn that is over is sent back, and one for a later turn goes to the leader that its sender
+alone passed over, or is held until its turn comes. So members that see different peers fail meet in one turn, and
+nobody follows what a single peer says.
 """
 
 from __future__ import annotations
