@@ -173,6 +173,7 @@ class Leaders:
         self.membership = membership
         self._on_turn = on_turn
         self._seen: dict[int, tuple[Key, _Seen]] = {}
+        self._led: dict[int, tuple[Key, Table, frozenset[str]]] = {}
 
     def _remember(self, key: Key) -> _Seen:
         """Return the observations about a group, and forget those about another group of its level."""
@@ -262,10 +263,14 @@ class Leaders:
 
     def _leading(self, key: Key) -> frozenset[str]:
         """Return the members that may lead a group; empty before the founding round, and in another round."""
-        position = self.position
+        position, known = self.position, self._led.get(key.level)
         if not position.is_of(key):
             return frozenset()
-        return frozenset(peer for peer in position.head.table.leading if position.cells.includes(key, peer))
+        table = position.head.table
+        if known is None or known[0] != key or known[1] is not table:  # Each ticket asks, and a table may be long.
+            there = frozenset(peer for peer in table.leading if position.cells.includes(key, peer))
+            known = self._led[key.level] = key, table, there
+        return known[2]
 
     def is_agreed(self, key: Key) -> bool:
         """True if the leaders of a group follow from the member table.
