@@ -19,6 +19,7 @@
         ├── DeadlineError              a deadline passed
         └── PeerError                  another peer failed
             ├── PeerUnreachableError   it cannot be dialled
+            │   ├── NotListeningError  no TCP connection to any of its addresses
             │   └── WrongPeerError     another peer answers at its addresses
             ├── PeerLostError          its stream ended
             │   └── PeerSilentError    its stream is open but silent
@@ -128,6 +129,10 @@ class PeerError(TemporaryError):
 
 class PeerUnreachableError(PeerError):
     """The peer cannot be dialled."""
+
+
+class NotListeningError(PeerUnreachableError):
+    """None of the peer's addresses takes a TCP connection: the peer is down, or a firewall is in between."""
 
 
 class WrongPeerError(PeerUnreachableError):

@@ -21,6 +21,7 @@ from p2ptrain.errors import (
     IntegrityError,
     ManifestError,
     NotAdmittedError,
+    NotListeningError,
     PeerError,
     PeerRefusedError,
     ProtocolError,
@@ -41,6 +42,7 @@ logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest"
 CONNECT_SECONDS = 30.0
+LISTEN_SECONDS = 6.0  # of `CONNECT_SECONDS`, while nothing listens; two timeouts of a TCP probe, or a seed's restart
 FIRST_DIAL_SECONDS = 5.0
 MANIFEST_SECONDS = 10.0
 PAUSE_SECONDS = 0.5
@@ -70,35 +72,46 @@ async def ask_for_manifest(
 ) -> SignedManifest:
     """Fetch the swarm's manifest from any peer at ``addresses``; retry all of them for `CONNECT_SECONDS`.
 
+    Give up after `LISTEN_SECONDS` if no peer takes a TCP connection by then.
+
     Raises:
         BootstrapError: No peer answers, or other peers than the link's hold the addresses.
         ManifestError: A peer sent another manifest than the link's, or all peers belong to other swarms.
         IncompatibleError: All peers speak another protocol.
     """
     loop = asyncio.get_running_loop()
+    by_peer: dict[str, list[str]] = {}
+    for address in addresses:
+        by_peer.setdefault(address.rpartition("/")[2], []).append(address)
     deadline = loop.time() + CONNECT_SECONDS
     failure: Exception | None = None
     patience = FIRST_DIAL_SECONDS
-    while loop.time() < deadline:
-        refusals: list[PeerRefusedError | WrongPeerError] = []
-        for address in addresses:
+    while True:
+        failures: list[PeerError | DeadlineError] = []
+        for of_peer in by_peer.values():
             seconds = max(FIRST_DIAL_SECONDS, min(patience, deadline - loop.time()))
             try:
-                peer = await transport.connect([address], seconds)
+                peer = await transport.connect(of_peer, seconds)
                 return await _ask(rpc, peer, verifier)
             except (PeerError, DeadlineError) as error:
                 failure = failure if isinstance(failure, WrongPeerError) else error
-                refusals += [error] if isinstance(error, PeerRefusedError | WrongPeerError) else []
-        if refusals and len(refusals) == len(addresses):
+                failures.append(error)
+        refusals = [error for error in failures if isinstance(error, PeerRefusedError | WrongPeerError)]
+        if refusals and len(refusals) == len(by_peer):
             _raise_if_final(refusals)
-        if patience == FIRST_DIAL_SECONDS and failure is not None:
-            logger.warning("nobody answers yet (%s): asking for another %.0f s", failure, deadline - loop.time())
+        left = deadline - loop.time()
+        if all(isinstance(error, NotListeningError) for error in failures):
+            left -= CONNECT_SECONDS - LISTEN_SECONDS
+        if left <= 0:
+            break
+        if patience == FIRST_DIAL_SECONDS:
+            logger.warning("nobody answers yet (%s): asking for another %.0f s", failure, left)
         patience *= 2  # A retry dials from the start, and some peers answer seconds late.
         await asyncio.sleep(PAUSE_SECONDS)
     shown = ", ".join(addresses[:3]) or "no address"
     raise BootstrapError(
         f"none of the swarm's known peers answers ({shown}): {failure}. Check that the bootstrap peer runs and "
-        "that this machine can reach it, or ask the organizer for a new link"
+        "that this machine can reach it, and try again; or ask the organizer for a new link"
     )
 
 

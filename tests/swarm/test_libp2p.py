@@ -10,7 +10,7 @@ import psutil
 import pytest
 import uvloop
 
-from p2ptrain.errors import LinkError, PeerError, PeerLostError, PeerUnreachableError, WrongPeerError
+from p2ptrain.errors import LinkError, NotListeningError, PeerError, PeerLostError, PeerUnreachableError, WrongPeerError
 from p2ptrain.network.identity import Identity
 from p2ptrain.network.transport import Stream
 from tests.support.coroutines import on_both_loops, on_loop
@@ -112,7 +112,7 @@ async def test_refusals_are_unreachable_peers_with_the_reason() -> None:
             await a.open(nobody.peer_id, ECHO, 10)
         with pytest.raises(PeerUnreachableError):
             await a.open("garbage", ECHO, 10)
-        with pytest.raises(PeerUnreachableError, match="refused"):
+        with pytest.raises(NotListeningError, match="refused"):
             await a.connect([f"/ip4/127.0.0.1/tcp/{free_port()}/p2p/{nobody.peer_id}"], 10)
         wrong = (await b.addresses())[0].replace(b.peer_id, nobody.peer_id)
         with pytest.raises(PeerUnreachableError):

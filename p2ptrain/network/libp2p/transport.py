@@ -15,7 +15,14 @@ import logging
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Literal
 
-from p2ptrain.errors import PeerLostError, PeerUnreachableError, ResourceError, TemporaryError, WrongPeerError
+from p2ptrain.errors import (
+    NotListeningError,
+    PeerLostError,
+    PeerUnreachableError,
+    ResourceError,
+    TemporaryError,
+    WrongPeerError,
+)
 from p2ptrain.network.identity import Identity
 from p2ptrain.network.libp2p.control import DaemonControl, DaemonGone, DaemonRefusal
 from p2ptrain.network.libp2p.daemon import Daemon
@@ -202,7 +209,7 @@ class Libp2pTransport(Transport):
                 return peer
             found, refusals = await answering(by_peer[peer])
             if not found:
-                raise DaemonRefusal("; ".join(refusals))
+                raise NotListeningError(peer, f"none of its addresses answers ({_first_line('; '.join(refusals))})")
             try:
                 await self.control.connect(peer, found)
             except DaemonRefusal as error:
@@ -212,7 +219,7 @@ class Libp2pTransport(Transport):
                 raise WrongPeerError(peer, holder) from error
             return peer
 
-        errors: list[DaemonRefusal | WrongPeerError] = []
+        errors: list[DaemonRefusal | NotListeningError | WrongPeerError] = []
         async with Tasks() as tasks:
             dials = {tasks.call(dial(peer), f"dial-{peer[-8:]}") for peer in by_peer}
             with self._mapped(next(iter(by_peer))):
@@ -220,12 +227,13 @@ class Libp2pTransport(Transport):
                     for attempt in asyncio.as_completed(dials):
                         try:
                             return await attempt
-                        except (DaemonRefusal, WrongPeerError) as error:
+                        except (DaemonRefusal, NotListeningError, WrongPeerError) as error:
                             errors.append(error)
-            if all(isinstance(error, WrongPeerError) for error in errors):
-                raise errors[0]
-            reason = next(str(error) for error in errors if isinstance(error, DaemonRefusal))
-            raise PeerUnreachableError(next(iter(by_peer)), f"none of its addresses answers ({_first_line(reason)})")
+            for each in errors:
+                if isinstance(each, DaemonRefusal):
+                    reason = f"none of its addresses answers ({_first_line(str(each))})"
+                    raise PeerUnreachableError(next(iter(by_peer)), reason) from each
+            raise next((each for each in errors if isinstance(each, NotListeningError)), errors[0])
 
     async def connected_peers(self) -> list[PeerId]:
         """Return the connected peers; raise `TemporaryError` if the daemon does not answer."""
