@@ -1,9 +1,14 @@
 import re
 from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
 
 import p2ptrain.errors as errors
 from p2ptrain.cli.main import EXIT_CODES
 from p2ptrain.errors import P2PTrainError, PeerError
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def subclasses(root: type[P2PTrainError]) -> Iterator[type[P2PTrainError]]:
@@ -24,6 +29,25 @@ def test_the_tree_in_the_docstring_names_every_error_and_nothing_else() -> None:
 def test_the_help_names_every_exit_code_and_nothing_else() -> None:
     documented = {int(number) for number in re.findall(r"^  (\d+) ", EXIT_CODES, re.MULTILINE)}
     assert documented == {error.exit_code for error in in_module()} | {0, 1, 130}
+
+
+@pytest.mark.parametrize(
+    ("file", "lines"),
+    [
+        ("compose.yaml", r"entrypoint: \[tini, (-e, .*), --"),
+        ("compose.stages.yaml", r"entrypoint: \[tini, (-e, .*), --"),
+        ("deploy/systemd/p2ptrain@.service", r"RestartPreventExitStatus=(.*)"),
+        ("docs/how-to/systemd.md", r"RestartPreventExitStatus=(.*)"),
+        ("tests/docker/test_image.py", r'REMAPPED = \("tini", (.*), "--"'),
+    ],
+)
+def test_peers_are_not_started_again_after_the_exit_codes_that_the_reference_names(file: str, lines: str) -> None:
+    reference = (ROOT / "docs/reference/exit-codes.md").read_text()
+    (named,) = re.findall(r"must not start a peer again after ([\d, or]+):", reference)
+    found = re.findall(lines, (ROOT / file).read_text())
+    assert found
+    for each in found:
+        assert re.findall(r"\d+", each) == re.findall(r"\d+", named)
 
 
 def test_a_peers_failure_names_the_peer_and_keeps_its_reason() -> None:
