@@ -1,8 +1,9 @@
-"""Direct connections: encrypted TCP between two peers' processes, for streams with much data.
+"""Direct connections: encrypted TCP between two peers' processes, which save the way through both daemons.
 
-A direct connection saves the copies through both daemons. Peers negotiate it over a stream between their daemons, which
-authenticates both. After a failed attempt `DirectConnections.open` returns None, and backs off from the peer. A
-connection carries one stream at a time; after an orderly end both sides keep it as a spare.
+Peers negotiate a connection over a stream between their daemons, which authenticates both. After a failed attempt
+`DirectConnections.open` returns None, and backs off from the peer. A connection carries one stream at a time; after an
+orderly end both sides keep it as a spare. A stream with much data waits for a new connection if there is no spare. One
+with little takes the daemon then, and from the second such stream to a peer on, a spare is dialled for the next.
 ``docs/explanation/security.md`` has the protocol and the security argument.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
@@ -23,15 +25,17 @@ from p2ptrain.errors import PeerError, PeerRefusedError, PeerUnreachableError, P
 from p2ptrain.network.libp2p import direct_listener
 from p2ptrain.network.libp2p.control import DaemonControl, DaemonGone, DaemonRefusal
 from p2ptrain.network.libp2p.direct_listener import DirectListener
-from p2ptrain.network.libp2p.direct_records import Kind, SealedSocket, agree
+from p2ptrain.network.libp2p.direct_records import OVERHEAD_BYTES, Kind, SealedSocket, agree
 from p2ptrain.network.libp2p.socket_stream import SocketStream
 from p2ptrain.network.reachability import Port, host_of, scope
 from p2ptrain.network.rpc import frames
 from p2ptrain.network.schema import Message
 from p2ptrain.network.transport import PeerId
-from p2ptrain.tasks import Backoff
+from p2ptrain.tasks import Backoff, Tasks
 
 T = TypeVar("T")
+_Way = tuple[PeerId, str]
+"""A peer and the protocol of streams to it."""
 
 logger = logging.getLogger(__name__)
 
@@ -49,9 +53,12 @@ READY_SECONDS = 1.0
 """Timeout for READY on a spare connection; the peer dials a new one after it."""
 MAX_HOSTS = 2
 MAX_SPARES = 32
+MAX_SPARES_PER_PEER = 4
+"""For streams at the same time; < the listener's `MAX_CONNECTIONS_PER_PEER`."""
 FIRST_REST_SECONDS = 30.0
 LONGEST_REST_SECONDS = 900.0
-MAX_RESTS = 1024
+MAX_REMEMBERED = 1024
+"""Bound on the peers with a backoff, and on those whose last stream went through the daemon."""
 
 PublicKey = Annotated[bytes, Meta(min_length=32, max_length=32)]
 """An ephemeral X25519 key, for one connection."""
@@ -62,6 +69,7 @@ class Ask(Message, frozen=True):
 
     protocol: Annotated[str, Meta(max_length=128)]
     key: PublicKey
+    is_spare: bool = False
 
 
 class Offer(Message, frozen=True):
@@ -90,6 +98,7 @@ class DirectConnections:
         on_stream: Callable[[PeerId, str, SealedSocket], None],
         served: Collection[str],
     ) -> None:
+        self._loop = asyncio.get_running_loop()
         self.num_dialled = 0
         self.refusals: Counter[str] = Counter()
         self._own_id = own_id
@@ -98,8 +107,10 @@ class DirectConnections:
         self._served = served
         self.listener: DirectListener | None = None
         self._asking: Counter[PeerId] = Counter()
-        self._spares: dict[tuple[PeerId, str], tuple[SealedSocket, asyncio.TimerHandle]] = {}
-        self._rests = Bounded[PeerId, tuple[Backoff, float]](MAX_RESTS)
+        self._spares: dict[SealedSocket, tuple[_Way, asyncio.TimerHandle]] = {}
+        self._rests = Bounded[PeerId, tuple[Backoff, float]](MAX_REMEMBERED)
+        self._spare_from = Bounded[_Way, float](MAX_REMEMBERED)
+        self._dials = Tasks()
         self._closed = False
 
     async def start(self, hosts: Sequence[str], port: int) -> None:
@@ -114,53 +125,81 @@ class DirectConnections:
     async def close(self) -> None:
         """End all connections; idempotent."""
         self._closed = True
-        for key in list(self._spares):
-            self._drop(key)
+        await self._dials.close()
+        for spare in list(self._spares):
+            self._take(spare).abort()
         if self.listener is not None:
             await self.listener.close()
 
     # Dialling
 
-    async def open(self, peer: PeerId, protocol: str, timeout_seconds: float) -> SealedSocket | None:
-        """Return a connection to the peer's handler of ``protocol``; None if no direct one is possible in time."""
-        loop, key = asyncio.get_running_loop(), (peer, protocol)
-        deadline = loop.time() + min(DIAL_SECONDS, timeout_seconds)
-        spare, timer = self._spares.pop(key, (None, None))
-        if timer is not None:
-            timer.cancel()
-        if spare is not None and not spare.is_closing:
-            try:
-                async with asyncio.timeout(min(READY_SECONDS, timeout_seconds)):
-                    return await _begin(spare)
-            except (OSError, EOFError, TimeoutError) as error:
-                logger.debug("a direct connection to peer %s is not used again: %r", peer[-8:], error)
-        if peer in self._rests and loop.time() < self._rests[peer][1]:
+    async def open(
+        self, peer: PeerId, protocol: str, timeout_seconds: float, *, is_large: bool
+    ) -> SealedSocket | None:
+        """Return a connection to the peer's handler of ``protocol``; None if the daemon is to carry the stream."""
+        way, deadline = (peer, protocol), self._loop.time() + min(DIAL_SECONDS, timeout_seconds)
+        for spare in sorted(self._spares_for(way), key=lambda spare: not spare.has_record):
+            if not (is_large or spare.has_record):
+                break
+            if await _has_begun(self._take(spare), min(READY_SECONDS, deadline - self._loop.time())):
+                return spare
+        if not is_large:
+            self._dial_spare(way)
             return None
-        return await self._dial(peer, protocol, deadline - loop.time())
+        connection = await self._dial(way, deadline - self._loop.time(), is_spare=False)
+        is_begun = connection is not None and await _has_begun(connection, READY_SECONDS)
+        return connection if is_begun else None
 
-    def _take_back(self, key: tuple[PeerId, str], connection: SealedSocket) -> bool:
+    def _dial_spare(self, way: _Way) -> None:
+        """Dial a spare in the background, unless this is the first stream to the peer or another such dial goes on."""
+        now = self._loop.time()
+        if way not in self._spare_from:
+            self._spare_from[way] = now
+        elif self._spare_from[way] <= now and not self._closed:
+            self._spare_from[way] = math.inf
+            self._dials.start(self._add_spare(way), f"direct-dial-{way[0][-8:]}")
+
+    async def _add_spare(self, way: _Way) -> None:
+        connection = await self._dial(way, DIAL_SECONDS, is_spare=True)
+        is_kept = connection is not None and self._take_back(way, connection)
+        if connection is not None and not is_kept:
+            connection.abort()
+        self._spare_from[way] = self._loop.time() + (0.0 if is_kept else FIRST_REST_SECONDS)
+
+    def _take_back(self, way: _Way, connection: SealedSocket) -> bool:
         """Keep a connection as a spare for the next stream; False if it is not needed."""
-        if self._closed or key in self._spares or len(self._spares) >= MAX_SPARES:
+        if self._closed or len(self._spares) >= MAX_SPARES or len(self._spares_for(way)) >= MAX_SPARES_PER_PEER:
             return False
-        timer = asyncio.get_running_loop().call_later(direct_listener.SPARE_SECONDS, self._drop, key)
-        self._spares[key] = (connection, timer)
+        timer = self._loop.call_later(direct_listener.SPARE_SECONDS, lambda: self._take(connection).abort())
+        self._spares[connection] = way, timer
         return True
 
-    def _drop(self, key: tuple[PeerId, str]) -> None:
-        connection, timer = self._spares.pop(key)
-        timer.cancel()
-        connection.abort()
+    def _spares_for(self, way: _Way) -> list[SealedSocket]:
+        """Return the spares of a way, the last one used first."""
+        return [spare for spare, (to, _) in reversed(self._spares.items()) if to == way]
 
-    async def _dial(self, peer: PeerId, protocol: str, timeout_seconds: float) -> SealedSocket | None:
-        """Return a stream on a new connection; None on failure, which starts a backoff."""
+    def _take(self, spare: SealedSocket) -> SealedSocket:
+        _, timer = self._spares.pop(spare)
+        timer.cancel()
+        return spare
+
+    async def _dial(self, way: _Way, timeout_seconds: float, *, is_spare: bool) -> SealedSocket | None:
+        """Return a new connection, which is READY; None on failure, or during a backoff from the peer.
+
+        A failure starts the backoff, except that a peer which refuses a spare may still take a large stream.
+        """
+        peer, protocol = way
+        if peer in self._rests and self._loop.time() < self._rests[peer][1]:
+            return None
         try:
             async with asyncio.timeout(timeout_seconds):
                 hosts = await self.hosts_of(peer)
                 if not hosts:
                     return None  # connected only over a relay, or not yet
-                connection = await self._connect(hosts, peer, protocol)
+                connection = await self._connect(hosts, peer, protocol, is_spare=is_spare)
         except (PeerError, OSError, EOFError, TimeoutError, DaemonGone, DaemonRefusal) as error:
-            self._rest(peer, error.reason if isinstance(error, PeerError) else str(error) or "no answer in time")
+            if not (is_spare and isinstance(error, PeerRefusedError)):
+                self._rest(peer, error.reason if isinstance(error, PeerError) else str(error) or "no answer in time")
             return None
         self._rests.pop(peer, None)
         self.num_dialled += 1
@@ -175,10 +214,10 @@ class DirectConnections:
         near = sorted((address for address in ways if host_of(address)), key=scope, reverse=True)
         return list(dict.fromkeys(map(host_of, near)))[:MAX_HOSTS]
 
-    async def _connect(self, hosts: Sequence[str], peer: PeerId, protocol: str) -> SealedSocket:
+    async def _connect(self, hosts: Sequence[str], peer: PeerId, protocol: str, *, is_spare: bool) -> SealedSocket:
         private = X25519PrivateKey.generate()
         own_key = private.public_key().public_bytes_raw()
-        offer = await self._ask(peer, Ask(protocol, own_key))
+        offer = await self._ask(peer, Ask(protocol, own_key, is_spare))
         try:
             name, sealing, opening = agree(private, offer.key, self._own_id, peer, protocol, own_key, offer.key)
         except ValueError as error:
@@ -189,8 +228,13 @@ class DirectConnections:
             connection = SealedSocket(sealing, opening, partial(self._take_back, (peer, protocol)))
             try:
                 await _tcp(connection, host, offer.port)
-                return await _begin(connection, hello)
-            except (OSError, EOFError, TimeoutError) as error:
+                await SocketStream.write(connection, hello)
+                await connection.peek(OVERHEAD_BYTES)
+                return connection
+            except BaseException as error:
+                connection.abort()
+                if not isinstance(error, (OSError, EOFError, TimeoutError)):
+                    raise
                 refusal = f"{host} port {offer.port}: {error or 'no answer in time'}"
         raise PeerUnreachableError(peer, refusal)
 
@@ -205,7 +249,7 @@ class DirectConnections:
     def _rest(self, peer: PeerId, reason: str) -> None:
         """Start or double the backoff of direct dials to a peer."""
         backoff, _ = self._rests.get(peer, (Backoff(FIRST_REST_SECONDS, LONGEST_REST_SECONDS), 0.0))
-        self._rests[peer] = backoff, asyncio.get_running_loop().time() + backoff.next()
+        self._rests[peer] = backoff, self._loop.time() + backoff.next()
         logger.info("peer %s is not reached directly, but through the daemon: %s", peer[-8:], reason)
 
     # Answering
@@ -231,7 +275,8 @@ class DirectConnections:
         if ask.protocol not in self._served:
             return frames.error_frame("this peer does not serve that")
         try:
-            return _message(Offer(self.listener.port, self.listener.offer(peer, ask.protocol, ask.key)))
+            key = self.listener.offer(peer, ask.protocol, ask.key, is_spare=ask.is_spare)
+            return _message(Offer(self.listener.port, key))
         except ValueError as error:
             return frames.error_frame(str(error))
 
@@ -241,17 +286,19 @@ async def _tcp(connection: SealedSocket, host: str, port: int) -> None:
         await asyncio.get_running_loop().create_connection(lambda: connection, host, port)
 
 
-async def _begin(connection: SealedSocket, hello: bytes = b"") -> SealedSocket:
-    """Begin a stream once the listener is READY; abort the connection on failure."""
+async def _has_begun(connection: SealedSocket, timeout_seconds: float) -> bool:
+    """Begin a stream once the listener is READY; abort the connection, and return False, if it is not in time."""
     try:
-        if hello:
-            await SocketStream.write(connection, hello)
-        await connection.expect(Kind.READY)
-        await connection.mark(Kind.START)
-    except BaseException:
+        async with asyncio.timeout(timeout_seconds):
+            await connection.expect(Kind.READY)
+        connection.begin()
+    except BaseException as error:
         connection.abort()
-        raise
-    return connection
+        if not isinstance(error, (OSError, EOFError, TimeoutError)):
+            raise
+        logger.debug("a direct connection is not used again: %r", error)
+        return False
+    return True
 
 
 def _message(message: Message) -> bytes:

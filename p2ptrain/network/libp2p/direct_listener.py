@@ -33,7 +33,7 @@ MAX_HANDSHAKES = 128
 """Most parallel connections without a verified first record."""
 MAX_HANDSHAKES_PER_HOST = 8
 MAX_CONNECTIONS = 128
-"""Most accepted connections and valid offers together."""
+"""Most accepted connections and valid offers together; a spare is offered up to half of it."""
 MAX_CONNECTIONS_PER_PEER = 8
 
 
@@ -76,8 +76,8 @@ class DirectListener:
         for one in self._sockets:
             self._tasks.keep(partial(self._accept, one), "direct-accept")
 
-    def offer(self, peer: PeerId, protocol: str, key: bytes) -> bytes:
-        """Allow ``peer`` one connection for streams of ``protocol``.
+    def offer(self, peer: PeerId, protocol: str, key: bytes, *, is_spare: bool = False) -> bytes:
+        """Allow ``peer`` one connection for streams of ``protocol``, which for now is a spare, or carries one.
 
         ``key`` is the peer's ephemeral public key. The result is this peer's ephemeral public key. Raises `ValueError`
         if there are too many connections, or the key is invalid.
@@ -86,7 +86,8 @@ class DirectListener:
         for name in [name for name, offer in self._offers.items() if offer.expires_at <= now]:
             del self._offers[name]
         good = Counter(offer.peer for offer in self._offers.values()) + self._connections
-        if good[peer] >= MAX_CONNECTIONS_PER_PEER or good.total() >= MAX_CONNECTIONS:
+        limit = MAX_CONNECTIONS // 2 if is_spare else MAX_CONNECTIONS
+        if good[peer] >= MAX_CONNECTIONS_PER_PEER or good.total() >= limit:
             self._refusals["too many connections"] += 1
             raise ValueError("too many connections")
         private = X25519PrivateKey.generate()

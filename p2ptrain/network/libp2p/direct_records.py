@@ -125,10 +125,16 @@ class SealedSocket(SocketStream):
         self._opening = opening
         self._on_rest = on_rest
         self._writing = asyncio.Lock()
+        self._start_mark = b""
         self._sealed = memoryview(bytearray(SEALED_BYTES))
         self._spare = memoryview(bytearray(RECORD_BYTES))
         self._unread = self._spare[:0]
         self._over: Exception | None = None
+
+    @property
+    def has_record(self) -> bool:
+        """True if the next record has arrived, if it is an empty one."""
+        return self._end - self._start >= OVERHEAD_BYTES
 
     def rest(self) -> bool:
         return not self.is_closing and self._on_rest(self)
@@ -149,9 +155,20 @@ class SealedSocket(SocketStream):
         async with self._writing:
             await self._send(self._sealing.mark(kind))
 
+    def begin(self) -> None:
+        """Begin a stream: START leaves in one write with what the caller writes at once, else alone."""
+        self._start_mark = self._sealing.mark(Kind.START)
+        self._loop.call_soon(self._send_start)
+
+    def _send_start(self) -> None:
+        if self._start_mark and self._transport is not None and not self.is_closing:
+            self._transport.write(self._start_mark)
+        self._start_mark = b""
+
     async def _send(self, records: Buffer) -> None:
+        start_mark, self._start_mark = self._start_mark, b""
         try:
-            await super().write(records)
+            await super().write(*((start_mark, records) if start_mark else (records,)))
         except BaseException:
             self.abort()  # the event loop may still hold the buffer after a cancellation
             raise

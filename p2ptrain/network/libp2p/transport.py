@@ -1,7 +1,7 @@
 """`Transport` on libp2p: raw streams through this peer's own p2pd daemon.
 
 The daemon does encryption, dialling, NAT traversal and relaying; each stream is one Unix socket to it. Streams with
-much data bypass the daemon where possible (`direct`). Errors of the daemon and the operating system become errors of
+much data, and those to peers that get several, bypass the daemon where possible (`direct`). Errors of the daemon and the operating system become errors of
 `p2ptrain.errors`.
 
 Data in flight when a side closes may be lost. The layer above marks ends and waits for them.
@@ -175,8 +175,9 @@ class Libp2pTransport(Transport):
         socket: SocketStream | None = None
         with self._mapped(peer):
             async with asyncio.timeout(timeout_seconds):
-                if self.settings.direct != "off" and expected_bytes >= self.settings.direct_from_bytes:
-                    socket = await self.direct.open(peer, protocol, timeout_seconds / 2)
+                if self.settings.direct != "off":
+                    is_large = expected_bytes >= self.settings.direct_from_bytes
+                    socket = await self.direct.open(peer, protocol, timeout_seconds / 2, is_large=is_large)
                 if socket is None:
                     socket = await self.control.open_stream(peer, protocol)
         return self._stream(peer, socket)

@@ -25,13 +25,14 @@ class FakeControl:
     def __init__(self, name: str, network: dict[str, "FakeControl"]) -> None:
         self.name = name
         self.ways: list[tuple[str, str]] = []
-        self.num_asked = 0
+        self.num_asked = self.num_listed = 0
         self._network = network
         self._handlers: dict[str, Callable[[str, SocketStream], Awaitable[None]]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         network[name] = self
 
     async def connections(self) -> list[tuple[str, str]]:
+        self.num_listed += 1
         return self.ways
 
     async def serve_stream(self, protocol: str, callback: Callable[[str, SocketStream], Awaitable[None]]) -> None:
@@ -119,7 +120,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 async def opened(a: DirectPeer, b: DirectPeer) -> tuple[SealedSocket, SealedSocket]:
     """Both ends of a stream that ``a`` opens to ``b``."""
-    near = await a.direct.open(b.name, BULK, 5)
+    near = await a.direct.open(b.name, BULK, 5, is_large=True)
     assert near is not None
     peer, protocol, far = await b.streams.get()
     assert (peer, protocol) == (a.name, BULK)

@@ -51,13 +51,73 @@ async def test_a_connection_carries_one_stream_after_the_other() -> None:
 
 
 @on_both_loops
-async def test_streams_at_a_time_have_a_connection_each_and_one_is_kept() -> None:
+async def test_streams_at_a_time_have_a_connection_each_and_some_are_kept() -> None:
     async with direct_peers() as (a, b):
-        ends = [await opened(a, b), await opened(a, b)]
-        assert ends[0][0] is not ends[1][0]
-        assert [near.rest() and far.rest() for near, far in ends] == [True, False]
-        ends[1][0].abort()
+        ends = [await opened(a, b) for _ in range(direct.MAX_SPARES_PER_PEER + 1)]
+        nears = {near for near, _ in ends}
+        assert len(nears) == len(ends)
+        assert [near.rest() and far.rest() for near, far in ends] == [True] * (len(ends) - 1) + [False]
+        ends[-1][0].abort()
+        assert {(await opened(a, b))[0] for _ in ends[:-1]} == nears - {ends[-1][0]}
+
+
+async def small(a: DirectPeer, b: DirectPeer) -> SealedSocket | None:
+    return await a.direct.open(b.name, BULK, 5, is_large=False)
+
+
+@on_both_loops
+async def test_a_small_stream_dials_nothing_but_the_second_one_dials_for_the_next() -> None:
+    async with direct_peers() as (a, b):
+        assert await small(a, b) is None
+        assert await small(a, b) is None
+        assert await small(a, b) is None  # and does not dial twice
         await until(lambda: len(a.direct._spares) == 1)
+        near = await small(a, b)
+        assert near is not None
+        _, _, far = await b.streams.get()
+        await near.write(b"x")
+        assert await far.read(1) == b"x"
+        assert a.direct.num_dialled == 1
+        near.abort()
+
+
+@on_both_loops
+async def test_a_small_stream_does_not_wait_until_the_listener_is_ready_again() -> None:
+    async with direct_peers() as (a, b):
+        near, far = await opened(a, b)
+        assert near.rest()
+        assert await small(a, b) is None
+        assert far.rest()
+        await until(lambda: near.has_record)
+        assert await small(a, b) is near
+
+
+@on_both_loops
+async def test_small_streams_to_a_peer_without_a_way_try_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(direct, "FIRST_REST_SECONDS", 0.2)
+    async with direct_peers() as (a, b):
+        ways, a.control.ways = a.control.ways, []
+        for _ in range(10):
+            assert await small(a, b) is None
+            await asyncio.sleep(0)
+        assert a.control.num_listed == 1
+        a.control.ways = ways
+        await asyncio.sleep(0.3)
+        assert await small(a, b) is None
+        await until(lambda: len(a.direct._spares) == 1)
+
+
+@on_loop
+async def test_a_spare_is_not_dialled_beyond_the_end() -> None:
+    async with direct_peers() as (a, b):
+        assert await small(a, b) is None
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            b.listener.port = silent.getsockname()[1]
+            assert await small(a, b) is None
+            await until(lambda: a.control.num_asked == 1)
+            await a.direct.close()
+        assert not a.direct._dials
+        assert not a.direct._rests
 
 
 @pytest.mark.parametrize("word", [b"", b"?"], ids=["silent", "wrong"])
@@ -90,7 +150,7 @@ async def test_a_spare_connection_whose_other_end_is_gone_is_not_used() -> None:
         near = await spare(a, b)
         await b.direct.close()
         await until(lambda: near.is_closing)
-        assert await a.direct.open("b", BULK, 5) is None
+        assert await a.direct.open("b", BULK, 5, is_large=True) is None
 
 
 @on_both_loops
@@ -109,9 +169,9 @@ async def test_spare_connections_end_after_a_while(monkeypatch: pytest.MonkeyPat
 async def test_a_closed_port_is_left_alone_for_a_while() -> None:
     async with direct_peers() as (a, b):
         await b.listener.close()
-        assert await a.direct.open("b", BULK, 5) is None
+        assert await a.direct.open("b", BULK, 5, is_large=True) is None
         assert a.control.num_asked == 1
-        assert await a.direct.open("b", BULK, 5) is None
+        assert await a.direct.open("b", BULK, 5, is_large=True) is None
         assert a.control.num_asked == 1
 
 
@@ -120,9 +180,9 @@ async def test_rests_grow_and_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(direct, "FIRST_REST_SECONDS", 0.1)
     async with direct_peers() as (a, b):
         b.direct._served = ()
-        assert await a.direct.open("b", BULK, 5) is None
+        assert await a.direct.open("b", BULK, 5, is_large=True) is None
         await asyncio.sleep(0.12)
-        assert await a.direct.open("b", BULK, 5) is None
+        assert await a.direct.open("b", BULK, 5, is_large=True) is None
         assert a.direct._rests["b"][0].next() == pytest.approx(0.4)  # after 0.1 and 0.2
         b.direct._served = (BULK,)
         await asyncio.sleep(0.22)
@@ -144,7 +204,7 @@ async def test_a_port_that_does_not_answer_is_given_up_soon(monkeypatch: pytest.
                 filler.connect_ex(full.getsockname())
             b.listener.port = full.getsockname()[1]
             started = asyncio.get_running_loop().time()
-            assert await a.direct.open("b", BULK, 5) is None
+            assert await a.direct.open("b", BULK, 5, is_large=True) is None
             assert asyncio.get_running_loop().time() - started < 2
             for filler in fillers:
                 filler.close()
@@ -157,7 +217,7 @@ async def test_a_dial_that_is_cancelled_leaves_nothing_behind() -> None:
             b.listener.port = silent.getsockname()[1]
             for seconds in (0.001, 0.01, 0.1):
                 with pytest.raises(TimeoutError):
-                    await asyncio.wait_for(a.direct.open("b", BULK, 5), seconds)
+                    await asyncio.wait_for(a.direct.open("b", BULK, 5, is_large=True), seconds)
         assert not a.direct._rests
 
 
@@ -165,11 +225,11 @@ async def test_a_dial_that_is_cancelled_leaves_nothing_behind() -> None:
 async def test_only_addresses_of_the_daemons_connections_are_dialled() -> None:
     async with direct_peers() as (a, _):
         a.control.ways = [("b", f"{HERE}/p2p/QmRelay/p2p-circuit"), ("c", HERE)]
-        assert await a.direct.open("b", BULK, 5) is None
+        assert await a.direct.open("b", BULK, 5, is_large=True) is None
         assert a.control.num_asked == 0
         assert not a.direct._rests  # a hole may be punched at any time
         a.control.ways = [("b", HERE)]
-        assert await a.direct.open("b", BULK, 5) is not None
+        assert await a.direct.open("b", BULK, 5, is_large=True) is not None
 
 
 @on_both_loops
@@ -177,7 +237,7 @@ async def test_who_sits_on_the_path_gets_nothing() -> None:
     async with direct_peers("abm") as (a, b, m):
         # It sends the connection to itself, although it has seen no key.
         b.listener.port = m.listener.port
-        assert await a.direct.open("b", BULK, 5) is None
+        assert await a.direct.open("b", BULK, 5, is_large=True) is None
         assert m.direct.refusals == {"unknown name": 1}
         assert b.streams.empty()
 
@@ -190,7 +250,7 @@ async def test_a_connection_is_bound_to_both_peers(mistaken: str) -> None:
             a.direct._own_id = "c"
         else:
             b.listener._own_id = "c"
-        assert await a.direct.open("b", BULK, 5) is None
+        assert await a.direct.open("b", BULK, 5, is_large=True) is None
         assert b.direct.refusals == {"unknown name": 1}
 
 
@@ -206,7 +266,7 @@ async def answered(a: DirectPeer, b: DirectPeer, answer: bytes) -> SealedSocket 
         await stream.write(answer)
 
     await b.control.serve_stream(OFFERS, lie)
-    return await a.direct.open("b", BULK, 5)
+    return await a.direct.open("b", BULK, 5, is_large=True)
 
 
 @pytest.mark.parametrize("key", [bytes(32), bytes([1]) + bytes(31)], ids=["zero", "one"])
@@ -243,7 +303,7 @@ async def test_who_listens_nowhere_can_dial_all_the_same() -> None:
         await a.listener.close()
         a.direct.listener = None
         near, _ = await opened(a, b)
-        assert await b.direct.open("a", BULK, 5) is None
+        assert await b.direct.open("a", BULK, 5, is_large=True) is None
         near.abort()
 
 

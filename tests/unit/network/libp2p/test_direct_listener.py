@@ -162,11 +162,24 @@ async def test_connections_of_one_peer_and_of_all_are_bounded(monkeypatch: pytes
     async with direct_peers("abc") as (a, b, c):
         first, far = await opened(a, b)
         second, _ = await opened(a, b)
-        assert await a.direct.open("b", BULK, 5) is None
+        assert await a.direct.open("b", BULK, 5, is_large=True) is None
         assert b.direct.refusals["too many connections"] == 1
         assert first.rest()  # A connection that waits for its next stream counts, too.
         assert far.rest()
         third, _ = await opened(c, b)
-        assert await c.direct.open("b", BULK, 5) is None
+        assert await c.direct.open("b", BULK, 5, is_large=True) is None
         for stream in (first, second, third):
             stream.abort()
+
+
+@on_both_loops
+async def test_spares_leave_half_of_the_connections_to_large_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(direct_listener, "MAX_CONNECTIONS", 4)
+    async with direct_peers("abcd") as (a, b, c, d):
+        for peer in (a, c, d):
+            for _ in range(2):
+                assert await peer.direct.open("b", BULK, 5, is_large=False) is None
+            await peer.direct._dials.join()
+        assert [len(peer.direct._spares) for peer in (a, c, d)] == [1, 1, 0]
+        near, _ = await opened(d, b)
+        near.abort()
