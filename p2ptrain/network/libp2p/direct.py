@@ -133,9 +133,7 @@ class DirectConnections:
 
     # Dialling
 
-    async def open(
-        self, peer: PeerId, protocol: str, timeout_seconds: float, *, is_large: bool
-    ) -> SealedSocket | None:
+    async def open(self, peer: PeerId, protocol: str, timeout_seconds: float, *, is_large: bool) -> SealedSocket | None:
         """Return a connection to the peer's handler of ``protocol``; None if the daemon is to carry the stream."""
         way, deadline = (peer, protocol), self._loop.time() + min(DIAL_SECONDS, timeout_seconds)
         for spare in sorted(self._spares_for(way), key=lambda spare: not spare.has_record):

@@ -374,16 +374,16 @@ class Channel:
             if self._failure is None or self._remote_ended or isinstance(self._failure, ProtocolError):
                 async with asyncio.timeout(LINGER_SECONDS) as self._lingering:
                     async with self._write_lock:
-                        last_frame = in_bulk if in_bulk and self._is_in_bulk else last_frame
-                        if not self._remote_ended or last_frame is not END:
-                            self._last_word = last_frame
-                            await self._put(last_frame)
+                        if self._last_word is None:
+                            last_frame = in_bulk if in_bulk and self._is_in_bulk else last_frame
+                            self._last_word = ACK if self._remote_ended and last_frame is END else last_frame
+                            await self._put(self._last_word)
                     if not self.lost.done():
                         self._inbox.wake_reader()
                         await self.lost
                     self._lingering = None
-                if self._acknowledged or self._last_word is ACK:
-                    await self._stream.rest()
+                if self._acknowledged or (self._remote_ended and self._last_word is not None):
+                    await self._stream.rest()  # Each end has the other's last word, so nothing is in flight.
                 else:
                     await self._stream.close()
         except (TimeoutError, P2PTrainError):
