@@ -1,8 +1,8 @@
 """`Transport` on libp2p: raw streams through this peer's own p2pd daemon.
 
 The daemon does encryption, dialling, NAT traversal and relaying; each stream is one Unix socket to it. Streams with
-much data, and those to peers that get several, bypass the daemon where possible (`direct`). Errors of the daemon and the operating system become errors of
-`p2ptrain.errors`.
+much data, and those to peers that get several, bypass the daemon where possible (`direct`). Errors of the daemon and
+the operating system become errors of `p2ptrain.errors`.
 
 Data in flight when a side closes may be lost. The layer above marks ends and waits for them.
 """

@@ -2,8 +2,9 @@
 
 A frame is ``u32 length (big endian) | u8 kind | payload``. A bulk buffer is any number of BULK frames and one BULK_END,
 so the receiver can check its length. END is the last frame of the closing side. The other side answers it with ACK,
-which confirms that all data arrived, unless its own END is on the way. ERROR refuses; its payload is a `Refusal`. PING is the keepalive; its payload is
-the number of bytes that its sender has received since the channel began. A message is a msgpack map with text keys.
+which confirms that all data arrived, unless its own END is on the way. ERROR refuses; its payload is a `Refusal`. PING
+is the keepalive; its payload is the number of bytes that its sender has received since the channel began. A message is
+a msgpack map with text keys.
 """
 
 from __future__ import annotations
