@@ -11,6 +11,7 @@ method         threads             for
 ``on_device``  one, "device"       forward and backward passes, one at a time.
 ``serve``      one, "serving"      batches of generation, beside the device's passes.
 ``offload``    up to 8, "pool"     codecs, hashes, signatures, checks; concurrent and unordered.
+``process``    these, or none      the same over a number of bytes: few are processed at once, on the event loop.
 =============  ==================  ===============================================================================
 
 Real peers use `real_runtime`. The simulation (`p2ptrain.network.simulated`) supplies virtual time, a seeded generator
@@ -45,6 +46,8 @@ logger = logging.getLogger(__name__)
 HEAP_CHUNK_BYTES = 8 << 20
 """Size up to which the heap serves allocations, instead of a mapping for each; > frames of bulk data and slices of
 vectors."""
+HANDOVER_BYTES = 64 << 10
+"""Data up to this size is encoded, hashed or added sooner than a thread is woken, and wakes the event loop again."""
 MAX_POOL_THREADS = 8
 """Codecs and hashes saturate memory bandwidth before they use more cores."""
 CLOSE_SECONDS = 3.0
@@ -102,6 +105,12 @@ class Runtime:
     async def offload(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run a function that touches only its arguments, concurrently with others; its exceptions propagate."""
         return await self._run("pool", lambda: function(*args, **kwargs))
+
+    async def process(self, num_bytes: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """As `offload`, for a function that goes over ``num_bytes`` of data once; see `HANDOVER_BYTES`."""
+        if num_bytes <= HANDOVER_BYTES:
+            return function(*args, **kwargs)
+        return await self.offload(function, *args, **kwargs)
 
     def yield_to_serving(self) -> None:
         """Lower the priority of the calling thread, and of those that it starts. Does nothing except on Linux."""

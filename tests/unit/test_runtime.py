@@ -16,7 +16,7 @@ from p2ptrain.pipeline.messages import Hop, MicrobatchId, pack
 from p2ptrain.pipeline.stage import gradients, worker
 from p2ptrain.pipeline.stage.compute import StageCompute
 from p2ptrain.pipeline.stage.device import Device, Pass
-from p2ptrain.runtime import Runtime, real_runtime
+from p2ptrain.runtime import HANDOVER_BYTES, Runtime, real_runtime
 from tests.support.coroutines import on_loop
 from tests.support.sim.pipelines import sample
 from tests.support.sim.stage_hosts import plan_of, stage_of
@@ -40,6 +40,8 @@ async def test_each_kind_of_work_has_threads_of_its_own(runtime: Runtime) -> Non
     assert await runtime.compute(thread_name) == "state-test"
     assert await runtime.on_device(thread_name) == "device-test"
     assert await runtime.offload(thread_name) == "pool-test"
+    assert await runtime.process(HANDOVER_BYTES + 1, thread_name) == "pool-test"
+    assert await runtime.process(HANDOVER_BYTES, thread_name) == thread_name()
 
 
 @pytest.mark.parametrize("kind", ["compute", "on_device"])

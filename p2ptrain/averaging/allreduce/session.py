@@ -199,7 +199,7 @@ class AllReduceSession:
     async def _close_mask(self) -> None:
         """As an owner: decide which parts count: all, or a quorum and others within a timeout after it."""
         try:
-            await self.context.runtime.offload(self.share.measure_own)
+            await self.context.runtime.process(self.share.own.nbytes, self.share.measure_own)
         except CodecError as error:
             self.unencodable = str(error)
             self.changed()
@@ -270,7 +270,7 @@ class AllReduceSession:
             self._exact_mean = await self.share.reduce(runtime, attempt.contributors, claims, mean)
         except CodecError as error:
             raise AttemptFailedError(f"the mean cannot be encoded: {error}") from error
-        root = await runtime.offload(attempt.mean_root, self.own.index, mean.data)
+        root = await runtime.process(len(mean.data), attempt.mean_root, self.own.index, mean.data)
         await self.verifier.state(root)
         attempt.add_mean(self.own.index, mean.data, root)
 

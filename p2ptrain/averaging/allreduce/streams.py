@@ -134,7 +134,7 @@ class OutgoingStream:
         mean = await receive_checked(
             self.channel, session.context.runtime, mean_codec, member.size, self.seconds_left(), hashes
         )
-        tree = await session.context.runtime.offload(SumTree, hashes.leaves)
+        tree = await session.context.runtime.process(len(mean), SumTree, hashes.leaves)
         attempt.add_mean(member.index, mean, tree.root[0])
         return await session.verifier.mean_received(self, tree)
 

@@ -85,7 +85,7 @@ async def send_encoded(
 
     async def encode(low: int, high: int) -> memoryview:
         piece = encoded[codec.encoded_bytes(low) : codec.encoded_bytes(high)]
-        await runtime.offload(encode_piece, low, high, piece)
+        await runtime.process(len(piece), encode_piece, low, high, piece)
         return piece
 
     def encode_piece(low: int, high: int, piece: memoryview) -> None:
@@ -140,7 +140,7 @@ async def receive_checked(
 
 
 class _Arriving:
-    """Checks complete pieces of a receive buffer in a pool thread, one call at a time."""
+    """Checks complete pieces of a receive buffer, those of a large one in a pool thread; one call at a time."""
 
     def __init__(self, runtime: Runtime, codec: Decoder, num_values: int, data: memoryview, check: PieceCheck) -> None:
         self._data = data
@@ -158,12 +158,12 @@ class _Arriving:
         complete = [span for span in self._left if self._codec.encoded_bytes(span[1]) <= filled]
         if complete and (self._checking is None or self._checking.exception() is None):
             del self._left[: len(complete)]
-            self._checking = self._tasks.call(self._runtime.offload(self._check, complete), "check")
+            self._checking = self._tasks.call(self._runtime.process(filled, self._check, complete), "check")
 
     async def finish(self) -> None:
         if self._checking is not None:
             await self._checking
-        await self._runtime.offload(self._check, self._left)
+        await self._runtime.process(len(self._data), self._check, self._left)
 
     async def close(self) -> None:
         """Cancel the running check, and raise its error if it is no `CodecError`."""
@@ -242,7 +242,7 @@ class OwnShare:
         return PartCheck(codec, self._spec, self._chunk, measured=self._is_measured, hashed=self._audited)
 
     def measure_own(self) -> None:
-        """Check and measure the owner's own part, and encode it if it has a codec; runs in a pool thread.
+        """Check and measure the owner's own part, and encode it if it has a codec.
 
         Raises:
             CodecError: A value is not finite or beyond ``max_value``, or cannot be encoded.
@@ -307,10 +307,11 @@ class OwnShare:
             mean.grow(len(mean.data))
             self.parts.clear()
             return None
-        spans = self.spans()
+        spans, num_parts = self.spans(), len(self.parts) + 1
         exact = torch.empty(spans[0][1], dtype=torch.float32)  # one piece, to fit a core's cache
         for low, high in spans:
-            await runtime.offload(self.reduce_piece, low, high, weights, exact[: high - low], mean.data)
+            out = exact[: high - low]
+            await runtime.process(num_parts * out.nbytes, self.reduce_piece, low, high, weights, out, mean.data)
             mean.grow(self._codec.encoded_bytes(high))
         found = ExactMean(self, weights) if self._codec.lossy else None
         if not self._audited:
