@@ -6,6 +6,9 @@ Two processes on loopback move megabytes one way and both ways, in turn:
 * ``direct``: the same through a direct connection (`p2ptrain.network.libp2p.direct`)
 * ``tcp``: plain TCP on the event loop, for comparison
 
+They also open streams one after the other, each for one byte and its answer: the third kind is ``spare``, direct
+connections that are used again.
+
 CPU seconds are those of all processes, daemons included. `benchmarks.bench_direct` compares ways to encrypt.
 
     python -m benchmarks.bench_transport --json results/transport.json
@@ -33,6 +36,7 @@ from benchmarks.peers import LoopbackPeer, loopback_peer
 from benchmarks.workers import Workers
 from p2ptrain.errors import PeerLostError
 from p2ptrain.network.libp2p.socket_stream import SocketStream
+from p2ptrain.network.transport import Stream
 
 START_SECONDS = 60.0
 TURN_SECONDS = 120.0
@@ -81,9 +85,9 @@ def measure(megabytes: int, turns: int, log: str | None) -> Section:
                     if turn >= 0:
                         found["mb_per_second"].append(moved / seconds / 1e6)
                         found["cpu_seconds_per_gb"].append(cpu / moved * 1e9)
-            for kind in ("daemons", "direct"):
+            for kind in ("daemons", "direct", "spare"):
                 seconds, cpu = timed(f"{kind} 0")
-                found = values.setdefault(f"{kind}, {SETUPS} empty streams", {"ms": [], "cpu_ms": []})
+                found = values.setdefault(f"{kind}, {SETUPS} small streams", {"ms": [], "cpu_ms": []})
                 if turn >= 0:
                     found["ms"].append(seconds / SETUPS * 1e3)
                     found["cpu_ms"].append(cpu / SETUPS * 1e3)
@@ -109,6 +113,11 @@ def compare(megabytes: int, found: dict[str, dict[str, Measured]]) -> Section:
             Finding(f"speed of direct connections, {way}", speed, "the daemons'", GOAL, at_least=True),
             Finding(f"CPU a byte of direct connections, {way}", cpu, "the daemons'"),
         ]
+    for unit, what in (("ms", "time"), ("cpu_ms", "CPU")):
+        spare, through = (found[f"{kind}, {SETUPS} small streams"][unit] for kind in ("spare", "daemons"))
+        section.findings.append(
+            Finding(f"{what} of a small stream, spare", paired(spare, through).median, "the daemons'")
+        )
     return section
 
 
@@ -119,7 +128,7 @@ async def serve(megabytes: int) -> None:
     async with loopback_peer() as peer:
         await peer.transport.serve("/benchmark/1", lambda stream: _answer(stream, num_bytes, 1))
         await peer.transport.serve("/benchmark/2", lambda stream: _answer(stream, num_bytes, 2))
-        await peer.transport.serve("/benchmark/0", lambda stream: _answer(stream, 0, 0))
+        await peer.transport.serve("/benchmark/0", _answer_small)
         await peer.rpc.start()
         other = next(one for one in await peer.meet() if one != peer.rpc.peer_id)
         tasks: set[asyncio.Task[None]] = set()
@@ -139,24 +148,46 @@ async def serve(megabytes: int) -> None:
             kind, directions = command.split()
             started = time.monotonic()
             if kind == "tcp":
-                _, pipe = await loop.create_connection(SocketStream, "127.0.0.1", theirs)
-                await pipe.write(bytes([int(directions)]))
-                await _move(pipe, num_bytes, int(directions))
-                pipe.abort()
+                _, tcp_stream = await loop.create_connection(SocketStream, "127.0.0.1", theirs)
+                await tcp_stream.write(bytes([int(directions)]))
+                await _move(tcp_stream, num_bytes, int(directions))
+                tcp_stream.abort()
+            elif directions == "0":
+                await _small_streams(peer, other, kind)
             else:
-                await _by_streams(peer, other, kind == "direct", num_bytes, int(directions))
+                pipe = await _open(peer, other, kind, directions)
+                await _move(pipe, num_bytes, int(directions))
+                await pipe.close()
             say(seconds=time.monotonic() - started)
         tcp.close()
 
 
-async def _by_streams(peer: LoopbackPeer, other: str, is_direct: bool, num_bytes: int, directions: int) -> None:
-    expected_bytes = num_bytes if is_direct else 0
-    for _ in range(1 if directions else SETUPS):
-        stream = await peer.transport.open(
-            other, f"/benchmark/{directions}", TURN_SECONDS, expected_bytes=expected_bytes
-        )
-        await _move(stream, num_bytes if directions else 0, directions)
-        await stream.close()
+async def _open(peer: LoopbackPeer, other: str, kind: str, name: str) -> Stream | SocketStream:
+    """A stream through the daemons, or on a direct connection: a spare one if there is any."""
+    if kind == "daemons":
+        return await peer.transport.control.open_stream(other, f"/benchmark/{name}")
+    return await peer.transport.open(other, f"/benchmark/{name}", TURN_SECONDS, expected_bytes=1 << 30)
+
+
+async def _small_streams(peer: LoopbackPeer, other: str, kind: str) -> None:
+    for _ in range(SETUPS):
+        pipe = await _open(peer, other, kind, "0")
+        await pipe.write(b"r" if kind == "spare" else b"c")
+        await pipe.read(1)
+        if kind == "spare" and isinstance(pipe, Stream):
+            await pipe.rest()
+        else:
+            await pipe.close()
+
+
+async def _answer_small(stream: Stream) -> None:
+    is_kept = await stream.read(1) == b"r"
+    await stream.write(b".")
+    if is_kept:
+        await stream.rest()
+    else:
+        with contextlib.suppress(PeerLostError):
+            await stream.read(1)  # until the other end goes
 
 
 async def _move(pipe: Pipe, num_bytes: int, directions: int) -> None:

@@ -69,13 +69,14 @@ async def small(a: DirectPeer, b: DirectPeer) -> SealedSocket | None:
 async def test_a_small_stream_dials_nothing_but_the_second_one_dials_for_the_next() -> None:
     async with direct_peers() as (a, b):
         assert await small(a, b) is None
+        assert len(a.direct._dials) == 0
         assert await small(a, b) is None
         assert await small(a, b) is None  # and does not dial twice
         await until(lambda: len(a.direct._spares) == 1)
         near = await small(a, b)
         assert near is not None
+        await near.write(b"x")  # together with START
         _, _, far = await b.streams.get()
-        await near.write(b"x")
         assert await far.read(1) == b"x"
         assert a.direct.num_dialled == 1
         near.abort()
