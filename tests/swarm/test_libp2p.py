@@ -103,6 +103,17 @@ async def test_a_reader_that_does_not_read_holds_the_writer_back() -> None:
 
 
 @on_loop
+async def test_a_stream_that_breaks_takes_spare_connections_to_the_peer_with_it() -> None:
+    async with connected() as (a, b):
+        first, second, third = [await a.open(b.peer_id, ECHO, 10, expected_bytes=1 << 30) for _ in range(3)]
+        await first.rest()
+        await second.close()
+        assert len(a.direct._spares) == 1
+        third.abort()
+        assert not a.direct._spares
+
+
+@on_loop
 async def test_refusals_are_unreachable_peers_with_the_reason() -> None:
     nobody = Identity.ephemeral()
     async with connected() as (a, b):

@@ -136,10 +136,8 @@ class DirectConnections:
     async def open(self, peer: PeerId, protocol: str, timeout_seconds: float, *, is_large: bool) -> SealedSocket | None:
         """Return a connection to the peer's handler of ``protocol``; None if the daemon is to carry the stream."""
         way, deadline = (peer, protocol), self._loop.time() + min(DIAL_SECONDS, timeout_seconds)
-        for spare in sorted(self._spares_for(way), key=lambda spare: not spare.has_record):
-            if not (is_large or spare.has_record):
-                break
-            if await _has_begun(self._take(spare), min(READY_SECONDS, deadline - self._loop.time())):
+        while (spare := self._take_spare(way, must_be_ready=not is_large)) is not None:
+            if await _has_begun(spare, min(READY_SECONDS, deadline - self._loop.time())):
                 return spare
         if not is_large:
             self._dial_spare(way)
@@ -172,9 +170,23 @@ class DirectConnections:
         self._spares[connection] = way, timer
         return True
 
+    def forget(self, peer: PeerId) -> None:
+        """Drop the spares to a peer: a stream with it broke, and others on the same way might, too."""
+        for spare in [spare for spare, ((to, _), _) in self._spares.items() if to == peer]:
+            self._take(spare).abort()
+
     def _spares_for(self, way: _Way) -> list[SealedSocket]:
-        """Return the spares of a way, the last one used first."""
+        """Return the spares of a way, the last one used first; drop those that ended."""
+        for spare in [spare for spare in self._spares if spare.is_closing]:
+            self._take(spare)
         return [spare for spare, (to, _) in reversed(self._spares.items()) if to == way]
+
+    def _take_spare(self, way: _Way, *, must_be_ready: bool) -> SealedSocket | None:
+        """Return a spare, one whose listener is READY if there is any; None if there is none."""
+        spares = self._spares_for(way)
+        ready = [spare for spare in spares if spare.has_record]
+        found = ready if ready or must_be_ready else spares
+        return self._take(found[0]) if found else None
 
     def _take(self, spare: SealedSocket) -> SealedSocket:
         _, timer = self._spares.pop(spare)

@@ -53,10 +53,11 @@ Reachability = Literal["direct", "relay", "unknown"]
 class PeerStream(Stream):
     """A stream on one socket; it maps socket errors to `PeerLostError`.
 
-    ``on_end`` is called after this end has closed the stream, possibly repeatedly.
+    ``on_end`` is called after this end has closed the stream, possibly repeatedly; its second argument is True if it
+    was not closed in order.
     """
 
-    def __init__(self, remote: PeerId, socket: SocketStream, on_end: Callable[[PeerStream], None]) -> None:
+    def __init__(self, remote: PeerId, socket: SocketStream, on_end: Callable[[PeerStream, bool], None]) -> None:
         self.remote = remote
         self._on_end = on_end
         self._socket = socket
@@ -94,20 +95,20 @@ class PeerStream(Stream):
             self._socket.abort()
             raise
         finally:
-            self._on_end(self)
+            self._on_end(self, False)
 
     async def rest(self) -> None:
         if not self._closed and self._socket.rest():
             self._closed = self._is_given_back = True
-            self._on_end(self)
+            self._on_end(self, False)
         else:
             await self.close()
 
     def abort(self) -> None:
-        self._closed = True
+        is_broken, self._closed = not self._closed, True
         if not self._is_given_back:
             self._socket.abort()
-        self._on_end(self)
+        self._on_end(self, is_broken)
 
 
 class Libp2pTransport(Transport):
@@ -310,9 +311,14 @@ class Libp2pTransport(Transport):
         await asyncio.sleep(0)  # let the aborted sockets close
 
     def _stream(self, peer: PeerId, socket: SocketStream) -> PeerStream:
-        stream = PeerStream(peer, socket, self._streams.discard)
+        stream = PeerStream(peer, socket, self._ended)
         self._streams.add(stream)
         return stream
+
+    def _ended(self, stream: PeerStream, is_broken: bool) -> None:
+        self._streams.discard(stream)
+        if is_broken:
+            self.direct.forget(stream.remote)
 
     def _daemon_lost(self, reason: str) -> None:
         logger.error("%s", reason)

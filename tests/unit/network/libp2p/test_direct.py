@@ -94,6 +94,27 @@ async def test_a_small_stream_does_not_wait_until_the_listener_is_ready_again() 
 
 
 @on_both_loops
+async def test_two_streams_may_wait_for_spares_that_never_get_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(direct, "READY_SECONDS", 0.2)
+    async with direct_peers() as (a, b):
+        ends = [await opened(a, b), await opened(a, b)]
+        assert all(near.rest() for near, _ in ends)
+        found = await asyncio.gather(*(a.direct.open("b", BULK, 5, is_large=True) for _ in range(2)))
+        assert None not in found
+        assert not {near for near, _ in ends}.intersection(found)
+
+
+@on_both_loops
+async def test_a_spare_is_not_used_once_another_stream_with_the_peer_broke() -> None:
+    async with direct_peers("abc") as (a, b, c):
+        gone, kept = await spare(a, b), await spare(a, c)
+        a.direct.forget("b")
+        assert gone.is_closing
+        assert await small(a, b) is None
+        assert await small(a, c) is kept
+
+
+@on_both_loops
 async def test_small_streams_to_a_peer_without_a_way_try_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(direct, "FIRST_REST_SECONDS", 0.2)
     async with direct_peers() as (a, b):
@@ -141,7 +162,7 @@ async def spare(a: DirectPeer, b: DirectPeer) -> SealedSocket:
     near, far = await opened(a, b)
     assert near.rest()
     assert far.rest()
-    await until(lambda: len(a.direct._spares) == 1)
+    await until(lambda: near.has_record)
     return near
 
 
@@ -151,6 +172,7 @@ async def test_a_spare_connection_whose_other_end_is_gone_is_not_used() -> None:
         near = await spare(a, b)
         await b.direct.close()
         await until(lambda: near.is_closing)
+        assert await small(a, b) is None
         assert await a.direct.open("b", BULK, 5, is_large=True) is None
 
 
