@@ -299,7 +299,7 @@ def _summary(scene: Scene, health: Health, training: int, alerts: Sequence[Alert
         return f"{count}, and {failures[0].rpartition(';')[0]}"
     if not any(view.committed for view in scene.seen.rounds):
         return f"{count}; no round is committed yet"
-    others = len(scene.trainers) - training
+    others = sum(peer.record.state in ARRIVING for peer in scene.trainers)
     return f"{count}{f', {others} more on the way' if others else ''}"
 
 

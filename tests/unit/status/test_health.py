@@ -185,6 +185,7 @@ SOME_ROUNDS = rounds_of(replace(ANN, last_rounds=(report(5), report(6, seconds=4
         ([ANN, BEN], {"rounds": SOME_ROUNDS}, "healthy", "2 peers train"),
         ([ANN, BEN, replace(CAT, state="syncing")], {"rounds": SOME_ROUNDS}, "healthy",
          "2 peers train, 1 more on the way"),
+        ([ANN, BEN, replace(CAT, state="draining")], {"rounds": SOME_ROUNDS}, "healthy", "2 peers train"),
         ([ANN, BEN], {}, "healthy", "2 peers train; no round is committed yet"),
         ([ANN], {"rounds": SOME_ROUNDS}, "degraded", "1 peer trains"),
         ([ANN, BEN], {"bootstraps": ("gone",)}, "degraded", "2 peers train; no round is committed yet"),
