@@ -736,7 +736,7 @@ def explain(error: ValidationError, where: str, model: type[BaseModel]) -> str:
         near = difflib.get_close_matches(str(first["loc"][-1]), known, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else f"; known keys: {', '.join(sorted(known))}"
         return f"{where}: unknown key {path!r}{hint}"
-    message = first["msg"].removeprefix("Value error, ")
+    message = first["msg"].removeprefix("Value error, ").replace("a valid tuple", 'a list, such as ["a", "b"]')
     return f"{where}: {path}: {message}" if path else f"{where}: {message}"
 
 

@@ -82,7 +82,8 @@ class SitePolicy:
         except ValidationError as error:
             raise ConfigError(explain(error, str(path), PolicyFile)) from error
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-            raise ConfigError(f"policy {path}: {error}") from error
+            reason = getattr(error, "strerror", None) or error
+            raise ConfigError(f"policy {path}: {reason}; give the path of a TOML file") from error
         return cls(path, text, settings, hashlib.sha256(data).hexdigest())
 
     def check(self, manifest: Manifest) -> None:

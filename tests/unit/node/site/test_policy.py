@@ -105,6 +105,7 @@ def test_a_tensor_that_the_policy_keeps_is_refused_by_name(tmp_path: Path) -> No
     [
         ("leav = 1", "leave"),
         ('samples = "some"', "samples"),
+        ('leave = "*"', r"leave: Input should be a list, such as \["),
         ("leave = [", "policy.toml"),
         ("held_out_metrics = true", "tells the rounded number of held-out samples"),
     ],
@@ -115,5 +116,5 @@ def test_an_invalid_policy_is_refused(tmp_path: Path, text: str, words: str) -> 
 
 
 def test_a_missing_policy_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"none\.toml"):
+    with pytest.raises(ConfigError, match=r"none\.toml: No such file or directory; give the path"):
         SitePolicy.load(tmp_path / "none.toml")
