@@ -109,6 +109,8 @@ def _of_whole_model(manifest: Manifest, config: PeerConfig) -> tuple[list[str], 
     threads = {0: "all threads", 1: "1 thread"}.get(resources.threads, f"{resources.threads} threads")
     memory = human_bytes(estimate_memory_bytes(manifest))
     source = local_data(manifest, config.weights, config.allow_path, config.data).source
+    if config.data is not None and not config.data.expanduser().exists():
+        raise ConfigError(f"--data {config.data}: there is no such file or folder")
     text = f"your text in {str(config.data)!a}" if config.data is not None else f"{source!a}"
     runs = [
         f"downloads  the state of the model, about {human_bytes(_state_bytes(manifest))}, from peers",
@@ -253,8 +255,6 @@ def check_machine(manifest: Manifest, config: PeerConfig) -> None:
     for kind, source in needs.items():
         scheme, _, path = source.partition(":")
         if scheme == "path" and not Path(path).expanduser().exists():
-            if kind == "data.source" and config.data is not None:
-                raise ConfigError(f"--data {path}: there is no such file or folder")
             raise ConfigError(
                 f"the swarm's {kind} is {path}, which is not on this machine: ask its organizer for a copy"
             )

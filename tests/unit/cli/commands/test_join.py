@@ -52,19 +52,20 @@ def test_a_site_is_shown_what_leaves_it_and_brings_its_own_text(
     with pytest.raises(ConfigError, match="--data DIR_OR_FILE"):
         describe(manifest, config(tmp_path))
     own = config(tmp_path).model_copy(update={"data": tmp_path / "records"})
+    with pytest.raises(ConfigError, match="records: there is no such file"):
+        describe(manifest, own)  # Before somebody is asked, and before this peer's key is made.
+    (tmp_path / "records").mkdir()
     text = describe(manifest, own)
     assert "keeps" in labels(text)
     assert f"your text in '{tmp_path / 'records'}'" in text
     assert ("number of samples" in text) == bool(told)
-    with pytest.raises(ConfigError, match="records: there is no such file"):
-        check_machine(manifest, own)
     with pytest.raises(ConfigError, match="leave --data out"):
         describe(Manifest(), own)
 
 
 def test_consent_names_the_bound_of_differential_privacy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "1000")
-    own = config(tmp_path).model_copy(update={"data": tmp_path / "records"})
+    own = config(tmp_path).model_copy(update={"data": tmp_path})
     values = {"data": {"source": "own"}, "private": {}, "model": {"context": 96}}
     bound = {"differential_privacy": {"epsilon": 2.5, "delta": 1e-6}}
     assert "protects" not in labels(describe(parse_manifest(values, "a"), own))
