@@ -55,8 +55,8 @@ def run(arguments: argparse.Namespace) -> int:
     rounds = manifest.training.rounds or ROUNDS if arguments.rounds is None else arguments.rounds
     if rounds < 1 or not arguments.mbit > 0 or arguments.seed < 0:
         raise UsageError("--rounds and --mbit must be above 0, and --seed at least 0")
-    if arguments.json is not None and not arguments.json.parent.is_dir():
-        raise UsageError(f"--json {arguments.json}: there is no such folder")
+    if arguments.json is not None and (arguments.json.is_dir() or not arguments.json.parent.is_dir()):
+        raise UsageError(f"--json {arguments.json}: give a file in a folder that is there")
     warm_up()
     script, text = arguments.script, arguments.data
     task = script_task(script, manifest) if script else text_task(manifest, f"path:{text}")

@@ -211,6 +211,8 @@ def test_the_command_prints_a_line_a_round_and_writes_them(tmp_path: Path, capsy
     printed = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in printed[2:4]] == ["1", "2"]
     assert '"rounds"' in out.read_text()
+    assert main([*given[:-1], str(tmp_path)]) == UsageError.exit_code
+    assert "--json" in capsys.readouterr().err
     script.write_text("task = None\n")
     assert main(given) == UsageError.exit_code
     assert "define task(manifest)" in capsys.readouterr().err
