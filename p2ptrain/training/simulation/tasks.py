@@ -98,14 +98,15 @@ def script_task(path: Path, manifest: Manifest) -> Task:
     """Return what ``task(manifest)`` of a script returns.
 
     Raises:
-        UsageError: The file has no such function, or the function returns no `Task`.
+        UsageError: The file cannot be loaded, has no such function, or the function returns no `Task`.
     """
     if not path.is_file():
         raise UsageError(f"--script {path}: there is no such file")
-    function = runpy.run_path(str(path)).get(FUNCTION)
-    task = function(manifest) if callable(function) else None
+    try:
+        function = runpy.run_path(str(path)).get(FUNCTION)
+        task = function(manifest) if callable(function) else None
+    except (ImportError, SyntaxError) as error:
+        raise UsageError(f"--script {path}: {error}: correct the script, or install what it imports") from error
     if not isinstance(task, Task):
-        raise UsageError(
-            f"--script {path}: define {FUNCTION}(manifest), which returns a Task; see docs/how-to/simulate.md"
-        )
+        raise UsageError(f"--script {path}: define {FUNCTION}(manifest) to return a Task; see docs/how-to/simulate.md")
     return task

@@ -213,9 +213,10 @@ def test_the_command_prints_a_line_a_round_and_writes_them(tmp_path: Path, capsy
     assert '"rounds"' in out.read_text()
     assert main([*given[:-1], str(tmp_path)]) == UsageError.exit_code
     assert "--json" in capsys.readouterr().err
-    script.write_text("task = None\n")
-    assert main(given) == UsageError.exit_code
-    assert "define task(manifest)" in capsys.readouterr().err
+    for text, words in (("task = None", "define task(manifest)"), ("import no_such", "no_such"), ("1 +", "line 1")):
+        script.write_text(text)
+        assert main(given) == UsageError.exit_code
+        assert words in capsys.readouterr().err
     run.write_text("[training]\nevery = 2\n")
     script.write_text(SCRIPT)
     assert main(given) == UsageError.exit_code
