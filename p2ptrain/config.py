@@ -316,8 +316,8 @@ def read_toml(path: Path) -> dict[str, Any]:
     """Return the values of a TOML file; raise `ConfigError` if it cannot be read or is not TOML."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ConfigError(f"{path}: no such file; give the path of a TOML file") from error
+    except (FileNotFoundError, IsADirectoryError) as error:
+        raise ConfigError(f"{path}: {str(error.strerror).lower()}; give the path of a TOML file") from error
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from error
     except tomllib.TOMLDecodeError as error:

@@ -91,7 +91,7 @@ def test_a_file_that_cannot_be_read_is_refused_by_name(tmp_path: Path, data: byt
         PeerConfig.load(tmp_path / "role.toml")
     with pytest.raises(ConfigError, match="no such file"):
         PeerConfig.load(tmp_path / "none.toml")
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(ConfigError, match="is a directory; give the path of a TOML file"):
         PeerConfig.load(tmp_path)
 
 
