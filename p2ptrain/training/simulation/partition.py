@@ -27,7 +27,8 @@ def partition(form: str, labels: npt.NDArray[np.integer], num_sites: int, seed: 
         UsageError: The form is unknown, or there are too few samples.
     """
     if num_sites < 1 or len(labels) < LEAST * num_sites:
-        raise UsageError(f"{num_sites} sites with {len(labels)} samples: each site needs at least {LEAST}")
+        most = len(labels) // LEAST
+        raise UsageError(f"{num_sites} sites with {len(labels)} samples: each needs {LEAST}; give 1 to {most} sites")
     rng = np.random.default_rng(seed)
     match form.split(":"):
         case ["iid"]:
