@@ -173,7 +173,7 @@ def _path(path: Path) -> Iterator[Document]:
         return _read_files(path.parent, [path.name])
     if path.is_dir():
         return _read_files(path, _files_below(path, ""))
-    raise ConfigError(f"data.source: {path} does not exist: give an existing text file or folder")
+    raise ConfigError(f"data.source or --data: {path} does not exist: give an existing text file or folder")
 
 
 def _files_below(root: Path, suffix: str) -> list[str]:

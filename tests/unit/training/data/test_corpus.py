@@ -137,7 +137,7 @@ def test_text_that_cannot_be_used_is_explained_in_one_line(tmp_path: Path) -> No
     (tmp_path / "empty").mkdir()
     (tmp_path / "short.txt").write_text("too short")
     cases = {
-        f"path:{tmp_path}/none": "does not exist",
+        f"path:{tmp_path}/none": "data.source or --data: .* does not exist",
         f"path:{tmp_path}/empty": "holds no text",
         f"path:{tmp_path}/short.txt": "too short",
         "custom": "run the organizer's script",
