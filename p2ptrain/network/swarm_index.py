@@ -200,7 +200,7 @@ def _content(source: str) -> bytes:
         with path.open("rb") as file:
             return file.read(MAX_INDEX_BYTES + 1)
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}; give the path or the https address of an index") from error
+        raise ConfigError(f"{path}: {error.strerror}; give a file, or the https address of an index") from error
 
 
 async def _download(address: str) -> bytes:

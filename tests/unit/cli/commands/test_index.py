@@ -125,6 +125,7 @@ def test_swarms_that_this_version_cannot_join_are_shown_with_why(
         (["announce", "p2ptrain://abc"], 2, "a link cannot sign"),
         (["announce", "tests"], 3, "p2ptrain init"),
         (["announce", "README.md"], 3, "no index of swarms"),
+        (["announce", "none.json"], 3, "give a file, or"),
         (["announce", "tests", "--key", "host.key"], 2, "--into"),
         (["announce", "tests", "--expires", "31d"], 2, "at most 30d"),
         (["announce", "tests", "--expires", "soon"], 2, "--expires"),
