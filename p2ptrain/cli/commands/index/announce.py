@@ -29,9 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="DIR|FILE", help="the organizer's folder, or an entry that was printed")
     parser.add_argument("--into", type=Path, metavar="FILE", help="the index to write (default: print the entry)")
     parser.add_argument("--key", type=Path, metavar="FILE", help="sign the index with this key of its host")
-    parser.add_argument(
-        "--expires", metavar="TIME", default="7d", help="show the entry for so long, at most 30d (default 7d)"
-    )
+    parser.add_argument("--expires", metavar="TIME", help="show the entry for so long, at most 30d (default 7d)")
     add_link(parser)
 
 
@@ -46,9 +44,11 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError("--key signs an index: give it with --into")
     entries: tuple[Entry, ...]
     if Path(source).is_dir():
-        entries = (_announced(Path(source), arguments.link, _lifetime(arguments.expires)),)
+        entries = (_announced(Path(source), arguments.link, _lifetime(arguments.expires or "7d")),)
     else:
         entries = run_async(read_index(source)).entries
+        if arguments.expires or arguments.link:
+            raise UsageError("--expires and --link are signed in an entry: give them with the organizer's folder")
     if arguments.into is None:
         print(to_text(Index(entries)).decode(), end="")
     else:

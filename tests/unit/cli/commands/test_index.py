@@ -153,6 +153,7 @@ def test_a_host_collects_entries_and_signs_them_with_one_key(
     for name in ("one", "two"):
         entry = write(tmp_path / f"{name}.json", entry_of(Manifest(name=name)))
         assert main(["announce", entry, "--into", str(index), "--key", str(key)]) == 0
+        assert main(["announce", entry, "--expires", "1d"]) == main(["announce", entry, "--link", "x"]) == 2
     said = capsys.readouterr().out
     assert f"wrote {index}: 2 swarms" in said
     found = from_json(Index, index.read_bytes())
