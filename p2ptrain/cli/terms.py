@@ -171,9 +171,11 @@ def _of_stages(manifest: Manifest, config: PeerConfig) -> tuple[list[str], str]:
 
 
 def _stages_to_host(plan: PipelinePlan, config: PeerConfig) -> list[int]:
-    """Return the chosen stage, or all if none of them is chosen."""
+    """Return the chosen stage, or all if none is chosen; raise `ConfigError` if it does not exist."""
     wanted = config.pipeline.stage
-    return [wanted] if 0 <= wanted < plan.num_stages else list(range(plan.num_stages))
+    if wanted >= plan.num_stages:
+        raise ConfigError(f"--stage {wanted}: the stages of this swarm are 0 to {plan.num_stages - 1}")
+    return [wanted] if wanted >= 0 else list(range(plan.num_stages))
 
 
 def _needed_bytes(manifest: Manifest, config: PeerConfig) -> tuple[int, int]:

@@ -86,9 +86,7 @@ async def _choose_stage(peer: Peer, config: PeerConfig, view: PipelineView, memo
     """Return the configured stage, or the stage that needs this peer most."""
     plan = view.plan
     if config.pipeline.stage >= plan.num_stages:
-        raise ConfigError(
-            f"pipeline.stage = {config.pipeline.stage}: this swarm has the stages 0 to {plan.num_stages - 1}"
-        )
+        raise ConfigError(f"pipeline.stage = {config.pipeline.stage}: the stages are 0 to {plan.num_stages - 1}")
     if config.pipeline.stage >= 0:
         need = plan.needs[config.pipeline.stage].memory
         if config.resources.max_memory and need > memory:  # Without a limit, the owner's choice of a stage counts.

@@ -9,7 +9,7 @@ from p2ptrain.cli.commands.join import NICENESS, add_arguments, check_compatible
 from p2ptrain.cli.commands.peer import peer_overrides
 from p2ptrain.cli.running import confirm
 from p2ptrain.cli.terms import check_machine, describe
-from p2ptrain.config import PeerConfig
+from p2ptrain.config import PeerConfig, PipelineSection
 from p2ptrain.errors import ConfigError, IncompatibleError, ResourceError, UsageError
 from p2ptrain.manifest import AveragingSpec, DataSpec, Manifest, ModelSpec, SignedManifest, parse_manifest
 from p2ptrain.network.identity import Identity
@@ -164,6 +164,8 @@ def test_what_a_host_of_a_stage_downloads_is_what_is_trained(tmp_path: Path) -> 
 
     digests = ["0" * 64] * 6
     weights = {"weights": "hub:owner/name", "weight_digests": digests}
+    with pytest.raises(ConfigError, match="--stage 2: the stages of this swarm are 0 to 1"):
+        describe(parse_manifest(STAGES, "a"), host.model_copy(update={"pipeline": PipelineSection(stage=2)}))
     everything, adapters = shown(), shown(lora={"targets": ["q_proj"], "rank": 1}, model=weights)
     assert "begins     with the blocks of that stage in 'hub:owner/name'" in adapters
     assert "trains     adapters of 'q_proj' alone" in adapters
