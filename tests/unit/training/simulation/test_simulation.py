@@ -212,7 +212,6 @@ def test_the_command_prints_a_line_a_round_and_writes_them(tmp_path: Path, capsy
     assert [line.split()[0] for line in printed[2:4]] == ["1", "2"]
     assert '"rounds"' in out.read_text()
     assert main([*given[:-1], str(tmp_path)]) == UsageError.exit_code
-    assert "--json" in capsys.readouterr().err
     for text, words in (("task = None", "define task(manifest)"), ("import no_such", "no_such"), ("1 +", "line 1")):
         script.write_text(text)
         assert main(given) == UsageError.exit_code
