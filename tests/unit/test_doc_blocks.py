@@ -14,6 +14,7 @@ import pytest
 
 from docs import generate
 from p2ptrain.cli.main import COMMANDS, parser_of
+from p2ptrain.cli.manifests import load_manifest, parse_settings
 from p2ptrain.config import PeerConfig
 from p2ptrain.manifest import Manifest
 from p2ptrain.node.site.policy import PolicyFile
@@ -43,14 +44,16 @@ def commands(text: str) -> Iterator[list[str]]:
 
 
 def check_command(words: list[str]) -> None:
-    """Raise if there is no such command, option, target of make, module, script, package, service, unit or file."""
+    """Raise without such a command, option, setting, make target, module, script, package, service, unit or file."""
     match words:
         case ["p2ptrain", ("--help" | "--version"), *_]:
             pass
         case ["p2ptrain", name, *options]:
             assert name in COMMANDS, words
             if options != ["--help"]:
-                parser_of(name).parse_args(options)
+                given = parser_of(name).parse_args(options)
+                if name == "init" and not given.model:
+                    load_manifest(None, parse_settings(given.set))
         case ["make", *goals]:
             assert {goal for goal in goals if "=" not in goal} <= MAKE_TARGETS, words
         case ["pip", "install", *packages]:
@@ -130,10 +133,9 @@ def test_a_command_with_an_unknown_option_is_found() -> None:
         "systemctl start no-such@peer",
         "cp examples/no-such.toml /etc",
     ):
-        found = list(commands(f"{line}  # a comment\n"))
-        assert len(found) == 1
+        (found,) = commands(f"{line}  # a comment\n")
         with pytest.raises(Exception, match=r".+"):
-            check_command(found[0])
+            check_command(found)
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "toml")], ids=name_of)
