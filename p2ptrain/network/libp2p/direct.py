@@ -208,8 +208,11 @@ class DirectConnections:
                     return None  # connected only over a relay, or not yet
                 connection = await self._connect(hosts, peer, protocol, is_spare=is_spare)
         except (PeerError, OSError, EOFError, TimeoutError, DaemonGone, DaemonRefusal) as error:
+            reason = error.reason if isinstance(error, PeerError) else str(error) or "no answer in time"
+            level = logging.DEBUG if is_spare else logging.INFO
+            logger.log(level, "peer %s is not reached directly, but through the daemon: %s", peer[-8:], reason)
             if not (is_spare and isinstance(error, PeerRefusedError)):
-                self._rest(peer, error.reason if isinstance(error, PeerError) else str(error) or "no answer in time")
+                self._rest(peer)
             return None
         self._rests.pop(peer, None)
         self.num_dialled += 1
@@ -256,11 +259,10 @@ class DirectConnections:
         finally:
             stream.abort()
 
-    def _rest(self, peer: PeerId, reason: str) -> None:
+    def _rest(self, peer: PeerId) -> None:
         """Start or double the backoff of direct dials to a peer."""
         backoff, _ = self._rests.get(peer, (Backoff(FIRST_REST_SECONDS, LONGEST_REST_SECONDS), 0.0))
         self._rests[peer] = backoff, self._loop.time() + backoff.next()
-        logger.info("peer %s is not reached directly, but through the daemon: %s", peer[-8:], reason)
 
     # Answering
 
