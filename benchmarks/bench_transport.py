@@ -49,7 +49,7 @@ GOAL = 1.5
 
 
 class Pipe(Protocol):
-    """What streams and sockets have in common."""
+    """The methods that streams and sockets share."""
 
     async def write(self, *parts: bytes | bytearray | memoryview) -> None: ...
     async def read(self, num_bytes: int) -> bytes: ...
@@ -97,7 +97,7 @@ def measure(megabytes: int, turns: int, log: str | None) -> Section:
 
 
 def compare(megabytes: int, found: dict[str, dict[str, Measured]]) -> Section:
-    """What was measured, and direct connections beside streams through the daemons."""
+    """Compare direct connections with streams through the daemons."""
     section = Section(
         f"{megabytes} MiB between two processes on loopback",
         ("", "speed", "CPU of all processes"),

@@ -136,7 +136,9 @@ class DirectConnections:
     async def open(self, peer: PeerId, protocol: str, timeout_seconds: float, *, is_large: bool) -> SealedSocket | None:
         """Return a connection to the peer's handler of ``protocol``; None if the daemon is to carry the stream."""
         way, deadline = (peer, protocol), self._loop.time() + min(DIAL_SECONDS, timeout_seconds)
-        while (spare := self._take_spare(way, must_be_ready=not is_large)) is not None:
+        must_be_ready = not is_large
+        while (spare := self._take_spare(way, must_be_ready=must_be_ready)) is not None:
+            must_be_ready |= not spare.has_record  # One wait, so that time is left to dial.
             if await _has_begun(spare, min(READY_SECONDS, deadline - self._loop.time())):
                 return spare
         if not is_large:
@@ -156,11 +158,14 @@ class DirectConnections:
             self._dials.start(self._add_spare(way), f"direct-dial-{way[0][-8:]}")
 
     async def _add_spare(self, way: _Way) -> None:
-        connection = await self._dial(way, DIAL_SECONDS, is_spare=True)
-        is_kept = connection is not None and self._take_back(way, connection)
-        if connection is not None and not is_kept:
-            connection.abort()
-        self._spare_from[way] = self._loop.time() + (0.0 if is_kept else FIRST_REST_SECONDS)
+        is_kept = False
+        try:
+            connection = await self._dial(way, DIAL_SECONDS, is_spare=True)
+            is_kept = connection is not None and self._take_back(way, connection)
+            if connection is not None and not is_kept:
+                connection.abort()
+        finally:
+            self._spare_from[way] = self._loop.time() + (0.0 if is_kept else FIRST_REST_SECONDS)
 
     def _take_back(self, way: _Way, connection: SealedSocket) -> bool:
         """Keep a connection as a spare for the next stream; False if it is not needed."""

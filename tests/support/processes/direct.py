@@ -128,7 +128,7 @@ async def opened(a: DirectPeer, b: DirectPeer) -> tuple[SealedSocket, SealedSock
 
 
 class Dialler:
-    """What a peer that was made an offer knows: the way in for tests that go wrong on it."""
+    """A peer that was made an offer, for tests that misuse it."""
 
     def __init__(self, listener: DirectPeer, name: str) -> None:
         private = X25519PrivateKey.generate()

@@ -115,8 +115,19 @@ async def test_a_spare_is_not_used_once_another_stream_with_the_peer_broke() -> 
 
 
 @on_both_loops
-async def test_small_streams_to_a_peer_without_a_way_try_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(direct, "FIRST_REST_SECONDS", 0.2)
+async def test_a_large_stream_waits_for_one_listener_and_then_dials(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(direct, "READY_SECONDS", 1.0)
+    monkeypatch.setattr(direct, "DIAL_SECONDS", 2.5)
+    async with direct_peers() as (a, b):
+        ends = [await opened(a, b) for _ in range(direct.MAX_SPARES_PER_PEER)]
+        assert all(near.rest() for near, _ in ends)
+        near = await a.direct.open("b", BULK, 5, is_large=True)
+        assert near is not None
+        assert len(a.direct._spares) == len(ends) - 1
+
+
+@on_both_loops
+async def test_small_streams_to_a_peer_without_a_way_try_seldom() -> None:
     async with direct_peers() as (a, b):
         ways, a.control.ways = a.control.ways, []
         for _ in range(10):
@@ -124,7 +135,7 @@ async def test_small_streams_to_a_peer_without_a_way_try_seldom(monkeypatch: pyt
             await asyncio.sleep(0)
         assert a.control.num_listed == 1
         a.control.ways = ways
-        await asyncio.sleep(0.3)
+        a.direct._spare_from["b", BULK] = 0.0  # The rest is over.
         assert await small(a, b) is None
         await until(lambda: len(a.direct._spares) == 1)
 
@@ -282,7 +293,7 @@ def is_error(answer: bytes) -> bool:
 
 
 async def answered(a: DirectPeer, b: DirectPeer, answer: bytes) -> SealedSocket | None:
-    """What ``a`` makes of this answer of ``b`` to its question for an offer."""
+    """The connection of ``a`` after this answer of ``b`` to its request for an offer."""
 
     async def lie(peer: str, stream: SocketStream) -> None:
         await stream.read(1)

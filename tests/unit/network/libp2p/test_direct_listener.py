@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("nothing_leaks")
 
 
 async def sent_by_stranger(peer: DirectPeer, data: bytes) -> bytes:
-    """What a peer's port answers to bytes of somebody until it closes."""
+    """The answer of a peer's port to bytes of a stranger, until it closes."""
     reader, writer = await asyncio.open_connection("127.0.0.1", peer.listener.port)
     writer.write(data)
     try:
