@@ -12,7 +12,6 @@ import socket
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
@@ -29,6 +28,8 @@ HANDSHAKE_SECONDS = 5.0
 """Timeout from the TCP connection to the first record."""
 SPARE_SECONDS = 60.0
 """Time that the dialler keeps an idle connection; the listener keeps it 1.5 times as long."""
+PAUSE_SECONDS = 0.1
+"""Time without accepting after the operating system refused to."""
 MAX_HANDSHAKES = 128
 """Most parallel connections without a verified first record."""
 MAX_HANDSHAKES_PER_HOST = 8
@@ -68,13 +69,14 @@ class DirectListener:
         self._own_id = own_id
         self._on_stream = on_stream
         self._offers: dict[bytes, _Offer] = {}
-        self._handshakes: Counter[str] = Counter()
+        self._handshakes: dict[socket.socket, str] = {}
         self._connections: Counter[PeerId] = Counter()
         self._sockets = _listen(hosts, port)
         self.port: int = self._sockets[0].getsockname()[1]
         self._tasks = Tasks()
+        self._loop = asyncio.get_running_loop()
         for one in self._sockets:
-            self._tasks.keep(partial(self._accept, one), "direct-accept")
+            self._loop.add_reader(one, self._accept, one)
 
     def offer(self, peer: PeerId, protocol: str, key: bytes, *, is_spare: bool = False) -> bytes:
         """Allow ``peer`` one connection for streams of ``protocol``, which for now is a spare, or carries one.
@@ -82,7 +84,7 @@ class DirectListener:
         ``key`` is the peer's ephemeral public key. The result is this peer's ephemeral public key. Raises `ValueError`
         if there are too many connections, or the key is invalid.
         """
-        now = asyncio.get_running_loop().time()
+        now = self._loop.time()
         for name in [name for name, offer in self._offers.items() if offer.expires_at <= now]:
             del self._offers[name]
         good = Counter(offer.peer for offer in self._offers.values()) + self._connections
@@ -98,29 +100,39 @@ class DirectListener:
 
     async def close(self) -> None:
         """Stop listening and close all connections; idempotent."""
+        while self._sockets:
+            self._loop.remove_reader(self._sockets[-1])
+            self._sockets.pop().close()
         await self._tasks.close()
-        for one in self._sockets:
-            one.close()
+        for connection in self._handshakes:  # Of tasks that were cancelled before they began.
+            connection.close()
+        self._handshakes.clear()
 
-    async def _accept(self, listening: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            try:
-                connection, address = await loop.sock_accept(listening)
-            except OSError as error:  # no free file descriptor, or the dialler gave up
-                self._refuse("not accepted", error)
-                await asyncio.sleep(0.1)
-                continue
-            host = address[0]
-            is_full = self._handshakes.total() >= MAX_HANDSHAKES
-            if is_full or self._handshakes[host] >= MAX_HANDSHAKES_PER_HOST:
-                connection.close()
-                self._refuse("too many handshakes", host)
-                continue
-            self._handshakes[host] += 1
-            self._tasks.start(self._serve(connection, host), "direct-connection")
+    def _accept(self, listening: socket.socket) -> None:
+        """Accept one connection. A callback, since a cancelled task could lose one that it had accepted."""
+        try:
+            connection, address = listening.accept()
+        except OSError as error:
+            self._refuse("not accepted", error)
+            if not isinstance(error, (BlockingIOError, ConnectionAbortedError)):  # No free file descriptor.
+                self._loop.remove_reader(listening)
+                self._loop.call_later(PAUSE_SECONDS, self._accept_again, listening)
+            return
+        host = address[0]
+        num_of_host = sum(host == other for other in self._handshakes.values())
+        if len(self._handshakes) >= MAX_HANDSHAKES or num_of_host >= MAX_HANDSHAKES_PER_HOST:
+            connection.close()
+            self._refuse("too many handshakes", host)
+            return
+        connection.setblocking(False)
+        self._handshakes[connection] = host
+        self._tasks.start(self._serve(connection), "direct-connection")
 
-    async def _serve(self, connection: socket.socket, host: str) -> None:
+    def _accept_again(self, listening: socket.socket) -> None:
+        if listening.fileno() >= 0:  # It is not closed.
+            self._loop.add_reader(listening, self._accept, listening)
+
+    async def _serve(self, connection: socket.socket) -> None:
         offer = None
         try:
             async with asyncio.timeout(HANDSHAKE_SECONDS):
@@ -130,7 +142,7 @@ class DirectListener:
         except (OSError, EOFError) as error:
             self._refuse("no hello", error)
         finally:
-            self._handshakes -= Counter([host])
+            del self._handshakes[connection]
             if offer is None:
                 connection.close()
         if offer is not None:
@@ -144,7 +156,7 @@ class DirectListener:
         """Read a dialler's first `HELLO_BYTES`; only the first bytes if they hold no known name."""
         hello = b""
         while len(hello) < NAME_BYTES or (hello[:NAME_BYTES] in self._offers and len(hello) < HELLO_BYTES):
-            more = await asyncio.get_running_loop().sock_recv(connection, HELLO_BYTES - len(hello))
+            more = await self._loop.sock_recv(connection, HELLO_BYTES - len(hello))
             if not more:
                 raise EOFError("it ended")
             hello += more
@@ -156,7 +168,7 @@ class DirectListener:
         offer = self._offers.get(name)
         if offer is None:
             self._refuse("unknown name", "")
-        elif offer.expires_at <= asyncio.get_running_loop().time():
+        elif offer.expires_at <= self._loop.time():
             self._refuse("expired offer", offer.peer)
         elif not offer.opening.opens(Kind.READY, record):
             self._refuse("wrong key", offer.peer)
@@ -175,7 +187,7 @@ class DirectListener:
         stream = SealedSocket(offer.sealing, offer.opening, take_back)
         try:
             # Ignore the result: uvloop returns another protocol object.
-            await asyncio.get_running_loop().connect_accepted_socket(lambda: stream, connection)
+            await self._loop.connect_accepted_socket(lambda: stream, connection)
             while not stream.is_closing:
                 await stream.mark(Kind.READY)
                 async with asyncio.timeout(1.5 * SPARE_SECONDS):

@@ -1,6 +1,11 @@
 """The port for direct connections lets in who was offered one, once and in time, and bounds everybody else."""
 
 import asyncio
+import contextlib
+import gc
+import os
+import resource
+import socket
 
 import pytest
 
@@ -146,7 +151,7 @@ async def test_connections_without_a_key_are_bounded_for_each_host(monkeypatch: 
     async with direct_peers() as (_, b):
         listener = b.listener
         held = [await asyncio.open_connection("127.0.0.1", b.listener.port) for _ in range(2)]
-        await until(lambda: listener._handshakes.total() == 2)
+        await until(lambda: len(listener._handshakes) == 2)
         assert await sent_by_stranger(b, b"") == b""
         assert b.direct.refusals == {"too many handshakes": 1}
         for _, one in held:
@@ -183,3 +188,40 @@ async def test_spares_leave_half_of_the_connections_to_large_streams(monkeypatch
         assert [len(peer.direct._spares) for peer in (a, c, d)] == [1, 1, 0]
         near, _ = await opened(d, b)
         near.abort()
+
+
+@pytest.mark.parametrize("turns", range(8))
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+@on_both_loops
+async def test_a_connection_that_arrives_while_the_listener_closes_is_closed(turns: int) -> None:
+    async with direct_peers() as (_, b):
+        dialler = socket.create_connection(("127.0.0.1", b.listener.port))
+        dialler.setblocking(False)
+        for _ in range(turns):  # of the event loop: it is accepted in one and served from a later one on
+            await asyncio.sleep(0)
+        await b.direct.close()
+        gc.collect()
+        with dialler, contextlib.suppress(ConnectionResetError):
+            assert await asyncio.wait_for(asyncio.get_running_loop().sock_recv(dialler, 1), 5) == b""
+
+
+@on_both_loops
+async def test_connections_wait_while_no_file_descriptor_is_free() -> None:
+    async with direct_peers() as (_, b):
+        one, own_limits = Dialler(b, "a"), resource.getrlimit(resource.RLIMIT_NOFILE)
+        dialler = socket.socket()
+        fillers = [os.dup(dialler.fileno())]
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (fillers[0] + 1, own_limits[1]))
+            with contextlib.suppress(OSError):
+                while True:
+                    fillers.append(os.dup(dialler.fileno()))
+            dialler.connect(("127.0.0.1", b.listener.port))
+            await until(lambda: b.direct.refusals["not accepted"] == 2)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, own_limits)
+            for filler in fillers:
+                os.close(filler)
+        await until(lambda: len(b.listener._handshakes) == 1)
+        dialler.close()
+        assert await one.is_let_in()
