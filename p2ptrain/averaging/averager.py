@@ -227,7 +227,7 @@ class Averager:
         complete = replace(
             ticket,
             view=max(position.attempts, context.ballots.next_view(ticket.lineage, ticket.round)),
-            stalled=position.is_stalled(self._spec),
+            stalled=position.is_stalled,
             leaves=is_lowest and position.leaves,
             accuses=position.head.table.accused_by(self.evidence.convicted) if is_lowest else (),
             reachable=context.owner.is_reachable,

@@ -10,6 +10,7 @@ nobody follows what a single peer says.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
@@ -20,7 +21,6 @@ from p2ptrain.averaging.grouping.membership import Membership
 from p2ptrain.averaging.grouping.messages import PROBE, Probe, ProbeReply
 from p2ptrain.averaging.protocol.certificate import Certificate, Head
 from p2ptrain.averaging.protocol.table import NO_MEMBERS, Table
-from p2ptrain.manifest import AveragingSpec
 
 LEAST_PROBE_SECONDS, MOST_PROBE_SECONDS = 3.0, 10.0
 DIALS = 4.0  # a question takes two dials, because it opens a stream, then asks; twice as many for retransmissions
@@ -34,6 +34,7 @@ class RoundPosition:
 
     Attributes:
         peer: This peer's id.
+        patience_seconds: Seconds without a full round after which this peer agrees to a reduced one.
         participates: True if this peer trains; then it also waits for itself as a leader.
         following: The group and the leader to which it sent a ticket.
         closing: The group that should form with the work that this peer has.
@@ -47,6 +48,7 @@ class RoundPosition:
     head: Head
     peer: str
     cells: Cells
+    patience_seconds: float = math.inf
     participates: bool = field(default=False, init=False)
     following: tuple[Key, str] | None = field(default=None, init=False)
     closing: Key | None = field(default=None, init=False)
@@ -78,11 +80,12 @@ class RoundPosition:
         """Return a peer's sort key among the leaders of a group, alike for all holders of the head."""
         return self.table_of(key).order(peer, key.lineage, key.level, key.cell)
 
-    def is_stalled(self, spec: AveragingSpec) -> bool:
+    @property
+    def is_stalled(self) -> bool:
         """True if no full round was possible for so long that this peer agrees to a reduced one."""
-        return self.standstill >= spec.matchmaking_seconds
+        return self.standstill >= self.patience_seconds
 
-    def follows(self, head: Head, spec: AveragingSpec) -> bool:
+    def follows(self, head: Head) -> bool:
         """True if this peer should go on from another head.
 
         It leaves a full head of its own for a reduced lineage only after its own wait: a few members may have closed a
@@ -91,7 +94,7 @@ class RoundPosition:
         """
         if head.lineage == self.head.lineage or not head.outranks(self.head):
             return False
-        if head.full > self.head.full or self.head.is_reduced or not head.is_reduced or self.is_stalled(spec):
+        if head.full > self.head.full or self.head.is_reduced or not head.is_reduced or self.is_stalled:
             return True
         return not self.attempts and self.head.table.is_stopped_without(self.left)
 
@@ -173,7 +176,7 @@ class Leaders:
         self.membership = membership
         self._on_turn = on_turn
         self._seen: dict[int, tuple[Key, _Seen]] = {}
-        self._led: dict[int, tuple[Key, Table, frozenset[str]]] = {}
+        self._led: dict[int, tuple[Key, frozenset[str], frozenset[str]]] = {}
 
     def _remember(self, key: Key) -> _Seen:
         """Return the observations about a group, and forget those about another group of its level."""
@@ -262,14 +265,18 @@ class Leaders:
         return peer in leading if leading else True
 
     def _leading(self, key: Key) -> frozenset[str]:
-        """Return the members that may lead a group; empty before the founding round, and in another round."""
+        """Return the members that may lead a group; empty before the founding round, and in another round.
+
+        Once this peer agrees to a reduced round, those that sleep may, too: those that are awake could be gone.
+        """
         position, known = self.position, self._led.get(key.level)
         if not position.is_of(key):
             return frozenset()
         table = position.head.table
-        if known is None or known[0] != key or known[1] is not table:  # Each ticket asks, and a table may be long.
-            there = frozenset(peer for peer in table.leading if position.cells.includes(key, peer))
-            known = self._led[key.level] = key, table, there
+        leading = table.standing_in if position.is_stalled else table.leading
+        if known is None or known[0] != key or known[1] is not leading:  # Each ticket asks, and a table may be long.
+            there = frozenset(peer for peer in leading if position.cells.includes(key, peer))
+            known = self._led[key.level] = key, leading, there
         return known[2]
 
     def is_agreed(self, key: Key) -> bool:

@@ -79,7 +79,7 @@ class Matchmaker:
         self._spec = context.spec
         self._membership = context.membership
         self.cells = Cells(context.spec.group_size)
-        self.position = RoundPosition(head, context.rpc.peer_id, self.cells)
+        self.position = RoundPosition(head, context.rpc.peer_id, self.cells, context.spec.matchmaking_seconds)
         self._last_leader: tuple[Key, str] | None = None
         self.leaders = Leaders(self.position, context.membership, self._on_turn)
         self._on_misled = on_misled
@@ -251,7 +251,7 @@ class Matchmaker:
                 if self._coordinator.closed:
                     raise NoGroupError("this peer is leaving")
                 leader = target or self.leaders.first(key)
-                may_lead = self.leaders.may_lead(key, own) or self.position.is_stalled(self._spec)
+                may_lead = self.leaders.may_lead(key, own) or self.position.is_stalled
                 if leader in tried or (leader == own and not may_lead):
                     await asyncio.sleep(RETRY_SECONDS)
                 if leader == own and not may_lead:

@@ -185,6 +185,11 @@ class Table:
             there = [row for index, row in enumerate(there) if row.votes or index < LEAST_LEADERS]
         return frozenset(row.peer for row in there)
 
+    @cached_property
+    def standing_in(self) -> frozenset[str]:
+        """The members that may lead a reduced round: `leading`, and the voters that sleep."""
+        return self.leading | {row.peer for row in self.rows if row.votes and row.sleeps}
+
     def order(self, peer: str, lineage: bytes, level: int = 0, cell: int = 0) -> tuple[int, bytes]:
         """Return a peer's sort key among the leaders of a group in the round after ``lineage``; the smallest leads.
 

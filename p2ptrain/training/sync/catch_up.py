@@ -70,7 +70,7 @@ class CatchUp:
         self._told_who_left: dict[str, tuple[bytes, bytes]] = {}
         self.anchors = AnchorSearch(
             self._context, self._round_log, lambda: self._state.head, self._tasks,
-            lambda: self._matchmaker.position.is_stalled(self._context.spec),
+            lambda: self._matchmaker.position.is_stalled,
         )  # fmt: skip
         self.resyncs = 0
         self.incompatible: dict[str, str] = {}
@@ -304,14 +304,14 @@ class CatchUp:
         """Return the verified head of a peer; raise `AttemptFailedError` unless it outranks this peer's."""
         head = await fetch_head(self._context.rpc, source)
         check_head(self._context, head)
-        is_stalled = self._matchmaker.position.is_stalled(self._context.spec)
+        is_stalled = self._matchmaker.position.is_stalled
         await self._round_log.believe(source, self._state.head, head, is_stalled=is_stalled)
         if not (accepts_own_lineage and head.lineage == self._state.head.lineage):
             self._check_ahead(source, head)
         return head
 
     def _check_ahead(self, source: str, head: Head) -> None:
-        is_ahead = self._matchmaker.position.follows(head, self._context.spec)
+        is_ahead = self._matchmaker.position.follows(head)
         if not (is_ahead or self._context.anchors.is_off):
             raise AttemptFailedError(f"peer {source[-8:]} is not ahead of this one")
 

@@ -338,7 +338,7 @@ class Synchronizer:
             )  # fmt: skip
             if not announced.outranks(best):
                 continue
-            if not (anchored or self.position.follows(announced, self._spec)):
+            if not (anchored or self.position.follows(announced)):
                 self.catch_up.find_who_left(record.peer, record.lineage)
                 if self._sits_out():  # Else it would never follow a reduced lineage.
                     self.averager.matchmaker.start_clock()

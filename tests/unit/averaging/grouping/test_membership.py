@@ -17,7 +17,6 @@ from p2ptrain.averaging.grouping.membership import (
 )  # fmt: skip
 from p2ptrain.averaging.protocol.certificate import genesis
 from p2ptrain.averaging.protocol.table import Row, Table
-from p2ptrain.manifest import AveragingSpec
 from p2ptrain.network.records.record import PeerRecord
 from p2ptrain.runtime import Runtime
 from tests.support.records import record_of
@@ -308,11 +307,11 @@ def test_a_peer_leaves_its_full_head_at_once_if_a_third_signed_rounds_of_their_o
     reduced = make_body(table, 0, members, is_reduced=True)
     reduced = replace(reduced, lineage=position.head.lineage)
     later = replace(position.head, round=1, lineage=reduced.next_lineage, returned=6)
-    assert not position.follows(later, AveragingSpec())
+    assert not position.follows(later)
     position.note_left([signed(replace(reduced, lineage=bytes(32)), signers)])
     position.note_left([signed(replace(reduced, is_reduced=False), signers)])
-    assert not position.follows(later, AveragingSpec()), "it went on from another head, or in a full round"
+    assert not position.follows(later), "it went on from another head, or in a full round"
     position.note_left([signed(reduced, signers)])
-    assert position.follows(later, AveragingSpec()) == follows
+    assert position.follows(later) == follows
     position.attempts = 1
-    assert not position.follows(later, AveragingSpec()), "it may have signed a full round"
+    assert not position.follows(later), "it may have signed a full round"
