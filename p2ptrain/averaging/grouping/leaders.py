@@ -205,8 +205,8 @@ class Leaders:
             self._pass_over(key, peer)
 
     def failed(self, key: Key, leader: str) -> None:
-        """Begin the next turn, unless that of ``leader`` is over."""
-        if self.order(key, leader) <= self.order(key, self.first(key)):
+        """Begin the next turn, unless that of ``leader`` is over, or nobody else leads."""
+        if len(self._there(key)) > 1 and self.order(key, leader) <= self.order(key, self.first(key)):
             self.stand(key, leader)
             self._pass_over(key, leader)
 
@@ -222,7 +222,7 @@ class Leaders:
         for which the round does not wait any more.
         """
         leading = self._leading(key)
-        if peer not in leading or peer == self.position.peer:
+        if peer not in leading or peer == self.position.peer or len(leading) == 1:
             return
         turns = self._remember(key).turns
         turns[peer] = turn

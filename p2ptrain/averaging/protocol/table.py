@@ -179,16 +179,19 @@ class Table:
         Among strangers, voters lead, and those that counted most until they are `LEAST_LEADERS`: one alone could stop
         the rounds.
         """
-        there = [row for row in self.rows if not row.sleeps and not row.is_witness]
+        return self._leaders_of(row for row in self.rows if not row.sleeps)
+
+    @cached_property
+    def standing_in(self) -> frozenset[str]:
+        """The members that may lead once no full round was possible: `leading`, and those like them that sleep."""
+        return self.leading | self._leaders_of(self.rows)
+
+    def _leaders_of(self, rows: Iterable[Row]) -> frozenset[str]:
+        there = [row for row in rows if not (row.is_witness or row.is_banned)]
         if self.is_open:
             there.sort(key=lambda row: (not row.votes, -row.counted, row.since, row.peer))
             there = [row for index, row in enumerate(there) if row.votes or index < LEAST_LEADERS]
         return frozenset(row.peer for row in there)
-
-    @cached_property
-    def standing_in(self) -> frozenset[str]:
-        """The members that may lead a reduced round: `leading`, and the voters that sleep."""
-        return self.leading | {row.peer for row in self.rows if row.votes and row.sleeps}
 
     def order(self, peer: str, lineage: bytes, level: int = 0, cell: int = 0) -> tuple[int, bytes]:
         """Return a peer's sort key among the leaders of a group in the round after ``lineage``; the smallest leads.

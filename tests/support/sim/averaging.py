@@ -58,11 +58,19 @@ class RosterMember:
 
 
 def make_ticket(
-    member: Member, tokens: int = 10, head: Head = HEAD, nonce: bytes = b"", *, reachable: bool = True
+    member: Member,
+    tokens: int = 10,
+    head: Head = HEAD,
+    nonce: bytes = b"",
+    *,
+    reachable: bool = True,
+    is_stalled: bool = False,
 ) -> Ticket:
     nonce = nonce or random.Random(member.rpc.peer_id).randbytes(16)
     peer = member.rpc.peer_id
-    ticket = Ticket(peer, head.round, head.lineage, head.digest, b"y" * 32, tokens, 1, 0, reachable, b"", nonce)
+    ticket = Ticket(
+        peer, head.round, head.lineage, head.digest, b"y" * 32, tokens, 1, 0, reachable, b"", nonce, stalled=is_stalled
+    )
     return ticket.signed(SWARM, member.peer.signer)
 
 

@@ -1,6 +1,7 @@
 """The turns in which members lead: whose it is, when the next one begins, and how members of several turns meet."""
 
 import asyncio
+import contextlib
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -11,8 +12,10 @@ from hypothesis import strategies as st
 
 from p2ptrain.averaging.grouping.cells import Cells, Key
 from p2ptrain.averaging.grouping.leaders import Leaders, RoundPosition
+from p2ptrain.averaging.grouping.matchmaker import NoGroupError
 from p2ptrain.averaging.grouping.membership import Membership
 from p2ptrain.averaging.grouping.messages import JOIN, Join, Later, Redirected
+from p2ptrain.averaging.protocol.certificate import Roster
 from p2ptrain.averaging.protocol.table import Row, Table
 from p2ptrain.manifest import AveragingSpec
 from p2ptrain.network.rpc.channel import Channel
@@ -20,7 +23,7 @@ from p2ptrain.network.simulated import SimulatedNetwork
 from p2ptrain.runtime import Runtime
 from tests.support.coroutines import simulated
 from tests.support.sim.averagers import GroupingPeer, grouping_peers
-from tests.support.sim.averaging import HEAD
+from tests.support.sim.averaging import HEAD, make_ticket
 
 SPEC = AveragingSpec(grace_seconds=2.0, matchmaking_seconds=8.0)
 KEY = Key(HEAD.round, HEAD.lineage)
@@ -34,7 +37,7 @@ def table_of(names: Sequence[str]) -> Table:
 
 def leaders_of(own: str, names: Sequence[str] = NAMES, on_turn: Callable[[Key], None] = lambda key: None) -> Leaders:
     """One member's view of the leaders, with a member table of these names."""
-    position = RoundPosition(replace(HEAD, table=table_of(names)), own, Cells(64))
+    position = RoundPosition(replace(HEAD, table=table_of(names)), own, Cells(64), SPEC.matchmaking_seconds)
     return Leaders(position, Membership(own, Runtime(random.Random(0))), on_turn)
 
 
@@ -101,6 +104,20 @@ def test_a_failure_counts_once_and_only_in_its_turn() -> None:
     assert (leaders.turn(KEY), leaders.first(KEY)) == (len(NAMES), first), "all had their turn"
 
 
+def test_a_sole_leader_is_passed_over_by_nobody() -> None:
+    leaders = leaders_of("a")
+    awake = replace(HEAD, table=Table((Row("b", votes=True), *(Row(name, sleeps=True) for name in "ac"))))
+    leaders.position.head = awake
+    key = leaders.position.key
+    for _ in range(3):
+        leaders.failed(key, leaders.first(key))
+    leaders.heard(key, "b", 5)
+    assert (leaders.turn(key), leaders.first(key)) == (0, "b")
+    leaders.position.standstill = SPEC.matchmaking_seconds
+    leaders.failed(key, leaders.first(key))
+    assert leaders.turn(key) == 1
+
+
 @pytest.mark.parametrize("others_wait", [True, False])
 @simulated(grouping_peers, 4, SPEC, seed=21)
 async def test_who_alone_passed_over_a_leader_comes_back_to_it(
@@ -162,3 +179,33 @@ async def test_a_leader_that_sends_all_away_has_had_its_turn_and_does_not_choose
     assert [len(roster.tickets) for roster in rosters] == [3] * 3
     assert {peer.matchmaker.last_leader for peer in peers[1:]} == {peers[1].id}
     assert len(asked) == 3
+
+
+@simulated(grouping_peers, 4, SPEC, seed=25)
+async def test_members_that_sleep_lead_once_they_are_stalled_if_the_only_one_awake_leads_nobody(
+    peers: Peers, network: SimulatedNetwork
+) -> None:
+    """Only the seed votes, and it trains nothing: so each member that sleeps would be alone with its ticket."""
+
+    async def send_away(channel: Channel, request: Join) -> None:
+        await channel.send(Later())
+
+    async def grouped(peer: GroupingPeer) -> Roster:
+        position = peer.matchmaker.position
+        while True:
+            with contextlib.suppress(NoGroupError):
+                return await peer.matchmaker.find_group(
+                    lambda: make_ticket(peer.member, is_stalled=position.is_stalled)
+                )
+
+    awake, *others = peers
+    rows = [Row(peer.id, sleeps=peer is not awake) for peer in peers]
+    seed = Row("seed", votes=True, elects=True, is_witness=True)
+    table = Table(tuple(sorted([*rows, seed], key=lambda row: row.peer)))
+    for peer in peers:
+        peer.matchmaker.set_head(replace(HEAD, table=table))
+    awake.rpc.serve_channel(JOIN, Join, send_away)
+    async with asyncio.timeout(5 * SPEC.matchmaking_seconds):
+        rosters = await asyncio.gather(*map(grouped, others))
+    assert [(len(roster.tickets), roster.is_reduced) for roster in rosters] == [(3, True)] * 3
+    assert network.loop.time() > SPEC.matchmaking_seconds, "those that sleep led before they had waited"

@@ -19,6 +19,7 @@ from p2ptrain.averaging.protocol.table import (
     ESTABLISHED,
     ESTABLISHED_AMONG_STRANGERS,
     FORGET_ROUNDS,
+    LEAST_LEADERS,
     MAX_ACCUSED,
     MAX_COUNT,
     MAX_ELECTORATE,
@@ -329,6 +330,24 @@ def test_founders_that_hold_no_state_vote_and_lead_nothing() -> None:
     assert ({*table.electorate}, {*table.leading}) == ({"s"}, {"a", "b"})
     table = go_on(table, range(1, 1 + ESTABLISHED), "ab")
     assert ({*table.electorate}, {*table.leading}) == ({"s", "a", "b"}, {"a", "b"})
+
+
+@pytest.mark.parametrize("is_open", [False, True])
+def test_members_that_sleep_stand_in_for_leaders_but_for_witnesses_and_banned_ones(is_open: bool) -> None:
+    rows = [
+        Row("a", votes=True), Row("b", sleeps=True), Row("c", votes=True, sleeps=True),
+        Row("d", sleeps=True, is_banned=True), Row("seed", votes=True, is_witness=True),
+        *(Row(f"stranger{number}", counted=100 - number, sleeps=True) for number in range(LEAST_LEADERS)),
+    ]  # fmt: skip
+    table = Table(tuple(rows), is_open=is_open)
+    assert table.leading == {"a"}
+    # Among strangers, that are those who vote, and who counted most up to `LEAST_LEADERS`.
+    others = (
+        {f"stranger{number}" for number in range(LEAST_LEADERS - 2)}
+        if is_open
+        else {"b", *(f"stranger{number}" for number in range(LEAST_LEADERS))}
+    )
+    assert table.standing_in == {"a", "c"} | others
 
 
 @pytest.mark.parametrize(("is_open", "established"), [(False, ESTABLISHED), (True, ESTABLISHED_AMONG_STRANGERS)])
