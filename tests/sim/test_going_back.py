@@ -474,6 +474,47 @@ async def test_a_voter_votes_again_only_if_nobody_holds_what_it_voted_for(
     assert await ask_for_votes(c, second, [seed]), "nobody tells of it any more"
 
 
+@simulated(seed=32)
+async def test_a_result_that_few_voters_signed_holds_up_no_vote(network: SimulatedNetwork) -> None:
+    club, (a, b, c) = await established(network)
+    first = forge(a, b)
+    assert await ask_for_votes(a, first.certificate, [club.seed.peer.peer_id])
+    reduced = forge(b, c, is_reduced=True)
+    for each in (b, c):
+        go_on_from(each, reduced)
+    go_on_from(a, first)  # with the signatures of its roster alone
+    assert await ask(b, club, forge(b, c).certificate)
+
+
+@pytest.mark.fault(20)
+@pytest.mark.parametrize("num_reduced", [1, 2])
+@pytest.mark.parametrize("holder", ["there", "gone"])
+@simulated(seed=31)
+async def test_a_voter_leads_no_reduced_lineage_on_while_a_member_holds_what_it_voted_for(
+    network: SimulatedNetwork, holder: str, num_reduced: int
+) -> None:
+    """The others do not hear of that member's full round, close reduced ones, and want a full one again."""
+    club, (a, b, c) = await established(network)
+    seed = club.seed.peer.peer_id
+    first = forge(a, b)
+    proofs = await ask_for_votes(a, first.certificate, [seed])
+    certified = replace(first.certificate, proofs=tuple(sorted((*first.certificate.proofs, *proofs))))
+    for _ in range(num_reduced):
+        reduced = forge(b, c, is_reduced=True)
+        for each in (b, c):
+            go_on_from(each, reduced)
+        await ask(b, club, forge(b, c, is_reduced=True).certificate)  # It leads the seed's tip there.
+    go_on_from(a, replace(first, certificate=certified))
+    assert a.sync.head.outranks(b.sync.head)
+    if holder == "gone":
+        network.crash(a.peer)
+        assert await ask(b, club, forge(b, c).certificate)
+        return
+    assert not await ask(b, club, forge(b, c).certificate)
+    assert f"{a.peer.peer_id[-8:]} holds another result" in refusal_of(b)
+    assert await ask(a, club, forge(a, b, tokens=11).certificate), "its own goes on"
+
+
 @simulated(seed=9)
 async def test_a_hostile_pair_gets_no_second_certificate_while_an_honest_member_holds_the_first(
     network: SimulatedNetwork,

@@ -17,7 +17,8 @@ state of its own. So it signed the second one because every other member denied 
 answered showed it for the whole wait. An honest member that holds the first result and answers is waited for, and
 meanwhile leads the voters on. Two certificates thus need that all holders of the first one lie, or that none can be
 reached. A hostile pair that is a roster by itself can hide its result from a seed that is the only voter. Then no
-honest peer holds that result, and `Head.outranks` decides if the pair shows it later.
+honest peer holds that result, and `Head.outranks` decides if the pair shows it later. Members that do not hear of a
+full result may leave it out by reduced rounds; for a full one after those, the same holds.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from collections.abc import Callable, Collection
 from enum import Enum, auto
 
 from p2ptrain.averaging.context import PeerContext
-from p2ptrain.averaging.protocol.certificate import MAX_ROOT_BYTES, Body, Head, fetch_certificates
+from p2ptrain.averaging.protocol.certificate import MAX_ROOT_BYTES, MAX_STARTS, Body, Head, fetch_certificates
+from p2ptrain.averaging.protocol.table import Table
 from p2ptrain.averaging.timing.deadlines import silence_seconds
 from p2ptrain.errors import DeadlineError, IntegrityError, PeerError, PeerRefusedError
 from p2ptrain.network.schema import Message
@@ -183,29 +185,32 @@ class LostState:
         holder = next((peer for peer, each in zip(peers, answers, strict=True) if each is Answer.HOLDS), "")
         return holder, is_all and all(each is Answer.DENIES for each in answers)
 
-    async def shown(self, peers: Collection[str], tip: Head, body: Body) -> tuple[str, tuple[bytes, ...]]:
-        """Return a peer that shows another full result of a body's round, and the lineage after that, if there is one.
+    async def shown(
+        self, peers: Collection[str], lineages: Collection[bytes], table: Table, body: Body
+    ) -> tuple[str, tuple[bytes, ...]]:
+        """Return a peer that shows another full result after one of these lineages, and the lineage after that.
 
-        The peers are of an earlier roster. One that does not answer may hold a result unseen: then there are two
-        lineages.
+        The peers are of earlier rosters, and enough voters of ``table`` must have signed the result. One that does not
+        answer may hold a result unseen: then there are two lineages.
         """
-        context = self._context
+        context, starts = self._context, dict.fromkeys([*lineages][:MAX_STARTS])
 
         async def ask(peer: str) -> tuple[str, tuple[bytes, ...]]:
             try:
                 async with asyncio.timeout(ask_seconds(context, peer)):
-                    chain = await fetch_certificates(
-                        context.rpc, peer, {tip.lineage: tip.table}, context.certificate, proofs=True
-                    )
+                    chain = await fetch_certificates(context.rpc, peer, starts, context.certificate, proofs=True)
             except (PeerError, DeadlineError, TimeoutError) as error:
                 logger.debug("peer %s shows no result of round %d: %s", peer[-8:], body.round, error)
                 return "", ()
             is_lost = not context.ballots.lost.isdisjoint(each.body.next_lineage for each in chain)
             if not chain or is_lost or (first := chain[0].body).is_reduced or first.body_hash == body.body_hash:
                 return "", ()
-            return peer, (first.next_lineage,)
+            return (peer, (first.next_lineage,)) if table.believes(chain[0]) else ("", ())
 
-        return next(filter(lambda each: each[0], await together("result", map(ask, peers))), ("", ()))
+        asked = sorted(peers)
+        if len(asked) > MAX_ASKED:
+            asked = context.runtime.random.sample(asked, MAX_ASKED)
+        return next(filter(lambda each: each[0], await together("result", map(ask, asked))), ("", ()))
 
 
 def possible_holders(context: PeerContext, tip: Head, earlier: Head) -> tuple[set[str], set[str]]:

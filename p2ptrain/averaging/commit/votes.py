@@ -231,12 +231,13 @@ class LightVotes:
             # The roster of an earlier vote may be gone for good, and then never tells that it gave that result up.
             waited = lineage in (b"", body.lineage) and now - voted_at >= context.spec.matchmaking_seconds
             signers, lost = None if goes_back or waited else certificate.signers, tuple[bytes, ...]()
+            places, rosters = ballots.rivals(body, moved)
             if not ballots.may_vote(body, signers):
                 raise PeerRefusedError(own, ANOTHER)
             if goes_back:
                 lost = (tip.lineage, *ballots.results_after(moved.lineage, tip.lineage))
-            elif others := ballots.members_before(body) - certificate.signers:
-                holder, lost = await self._lost_state.shown(others, moved, body)
+            elif others := rosters - certificate.signers:
+                holder, lost = await self._lost_state.shown(others, places, moved.table, body)
                 if holder and self._lost_state.seconds_left(WAITS_BEFORE_GOING_BACK) > 0:
                     raise PeerRefusedError(own, f"peer {holder[-8:]} holds another result of this round")
             leaving = moved.table.leaving(body.census)

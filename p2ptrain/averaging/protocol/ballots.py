@@ -97,10 +97,19 @@ class Ballots:
         last = self._votes.get(lineage)
         return (frozenset(last.members), frozenset(last.leaving)) if last is not None else (frozenset(), frozenset())
 
-    def members_before(self, body: Body) -> frozenset[str]:
-        """Return the roster that this peer voted for in an earlier view of a body's round; empty if there is none."""
-        last = self._votes.get(body.lineage)
-        return frozenset(last.members if last is not None and last.view < body.view else ())
+    def rivals(self, body: Body, head: Head) -> tuple[list[bytes], frozenset[str]]:
+        """Return where this peer voted for full results that a body excludes, and the rosters of those results.
+
+        Those are of earlier views of the body's round, and those that the reduced rounds before its head left out. Each
+        is named by the lineage before it, the newest first.
+        """
+        found = [
+            vote
+            for vote in reversed(self._votes.values())
+            if (vote.lineage == body.lineage and vote.view < body.view)
+            or (head.is_reduced and vote.full > head.full and vote.lineage != body.lineage)
+        ]
+        return [vote.lineage for vote in found], frozenset[str]().union(*(vote.members for vote in found))
 
     def may_vote(self, body: Body, signers: Collection[str] | None = None) -> bool:
         """True if this peer may vote for a body after its last vote in that round; arguments as of `vote`."""
