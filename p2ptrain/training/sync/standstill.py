@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from p2ptrain.training.sync.synchronizer import RoundResult
+from p2ptrain.training.sync.synchronizer import CAUGHT_UP, RoundResult
 
 FIRST_SECONDS = 30.0
 """Time without a round after which failed rounds get a warning; a pause gets it at once."""
+FEW_CATCH_UPS = 3
+"""A peer that caught up so often, and contributed to no round between, is too slow for the others."""
 
 
 class Standstill:
@@ -14,6 +16,7 @@ class Standstill:
     def __init__(self) -> None:
         self._since: float | None = None
         self._due_seconds = 0.0
+        self._caught_up: list[int] = []
 
     def note(self, result: RoundResult, now: float) -> str:
         """Return the warning that is due after a round's end at ``now``; empty for none.
@@ -21,15 +24,27 @@ class Standstill:
         Args:
             now: In seconds, on any clock that does not jump.
         """
-        if result.committed:
+        is_caught_up = result.reason == CAUGHT_UP
+        if result.committed and not is_caught_up:
             self._since = None
             return ""
         if self._since is None:
             self._since, self._due_seconds = now - result.seconds, 0.0 if result.paused else FIRST_SECONDS
+            self._caught_up = []
+        if is_caught_up:
+            self._caught_up.append(result.round)
         seconds = now - self._since
-        if seconds < self._due_seconds:
+        is_behind = len(self._caught_up) >= FEW_CATCH_UPS
+        if seconds < self._due_seconds or (is_caught_up and not is_behind):
             return ""
         self._due_seconds = max(FIRST_SECONDS, 2 * seconds)
+        if is_behind and not result.paused:
+            ended = self._caught_up[-1] - self._caught_up[0]
+            return (
+                f"this peer has taken part in no round for {seconds:.0f} s: it caught up {len(self._caught_up)} times,"
+                f" while the others ended {ended} rounds. Its link or machine is too slow for them: give it a faster"
+                " one, or ask the organizer for longer rounds ('every' in the manifest's [training])"
+            )
         told = f"round {result.round}: {'paused' if result.paused else 'not committed'}"
         told += f" for {seconds:.0f} s: {result.reason}"
         if not result.paused:

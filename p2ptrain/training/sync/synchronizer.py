@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 MAX_RETRIES = 12
 MAX_REPORTS = 8
+CAUGHT_UP = "caught up: this peer's work goes into the next round"
 NOT_DRAWN = "not drawn for this round: this site follows the others"
 SIT_OUT_SECONDS = 2.0
 """Longest wait for the end of a round that this peer is not drawn for, before it looks again."""
@@ -184,7 +185,7 @@ class Synchronizer:
             if self.head != before:
                 await self.pacing.refresh()
                 if self.pacing.has_time:
-                    return RoundResult(True, self.head.round, "caught up: this peer's work goes into the next round")
+                    return RoundResult(True, self.head.round, CAUGHT_UP)
             await self.pacing.until_closing()
             try:
                 outcome = await self.averager.average(*ready, self._bandwidth)

@@ -1,7 +1,7 @@
 """The warnings while a peer's rounds fail."""
 
 from p2ptrain.training.sync.standstill import FIRST_SECONDS, Standstill
-from p2ptrain.training.sync.synchronizer import RoundResult
+from p2ptrain.training.sync.synchronizer import CAUGHT_UP, RoundResult
 
 DONE = RoundResult(True, 4, "")
 FAILED = RoundResult(False, 3, "commit: 0 of the 1 voters signed", seconds=10.0)
@@ -34,3 +34,18 @@ def test_a_warning_tells_what_is_missing_and_what_to_do() -> None:
     told = Standstill().note(PAUSED, 10.0)
     assert told.startswith("round 3: paused for 10 s: 1 of at least 2 peers are ready. ")
     assert "if the others are done, end it with Ctrl-C" in told
+
+
+def test_who_catches_up_again_and_again_is_told_that_it_is_too_slow() -> None:
+    standstill = Standstill()
+    told = [standstill.note(RoundResult(True, 20 * n, CAUGHT_UP, seconds=12.0), 20.0 * n) for n in range(1, 10)]
+    assert [bool(each) for each in told] == [n in (3, 6) for n in range(1, 10)]
+    assert told[2].startswith("this peer has taken part in no round for 52 s: it caught up 3 times, while the others")
+    assert "ended 40 rounds" in told[2]
+
+
+def test_who_takes_part_after_it_caught_up_is_told_nothing() -> None:
+    standstill = Standstill()
+    for now in range(100, 1000, 100):
+        assert standstill.note(RoundResult(True, now, CAUGHT_UP), float(now)) == ""
+        assert standstill.note(DONE, now + 50.0) == ""
