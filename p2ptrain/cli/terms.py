@@ -117,7 +117,7 @@ def _of_whole_model(manifest: Manifest, config: PeerConfig) -> tuple[list[str], 
         f"runs       {manifest.model.family}, {human_count(parameters)} parameters, on {text};"
         f" device {resources.device}, {threads}, about {memory} of memory",
     ]
-    steps = "gradients each global batch" if training.every == 1 else f"{training.every} steps"
+    sent = "gradients after each global batch" if training.every == 1 else f"updates every {training.every} steps"
     if manifest.private is not None:
         count = {"samples": " and the number of samples", "bucketed": " and the number of samples, rounded"}
         told = f"losses{count.get(manifest.private.weights, '')}"
@@ -129,7 +129,7 @@ def _of_whole_model(manifest: Manifest, config: PeerConfig) -> tuple[list[str], 
             f"protects   each sample of {manifest.model.context} tokens by noise: ε at most {privacy.epsilon:g} at"
             f" δ {privacy.delta:g} (differential privacy); then this peer trains no more, and follows"
         )
-    return runs, f"{manifest.averaging.codec} updates every {steps}"
+    return runs, f"{manifest.averaging.codec} {sent}"
 
 
 def _state_bytes(manifest: Manifest) -> int:

@@ -17,7 +17,7 @@ from p2ptrain.errors import ResourceError
 from p2ptrain.network.simulated import SimulatedNetwork, SimulatedPeer
 from p2ptrain.training.state.shared_state import SharedState, Stamp
 from p2ptrain.training.sync import rounds_since
-from p2ptrain.training.sync.background_download import StateDownload
+from p2ptrain.training.sync.background_download import TOO_SLOW, StateDownload
 from tests.support.coroutines import simulated
 from tests.support.sim.downloads import slow_downloads
 from tests.support.sim.trainers import SimulatedSwarm, SimulatedTrainer, make_manifest
@@ -126,6 +126,26 @@ async def test_a_newcomer_that_restarts_goes_on_though_rounds_went_on(
     await asyncio.sleep(away_seconds)
     await swarm.arrives(swarm.restart("n", step_seconds=2.0), seconds=600)
     assert least * NUM_CHUNKS < len(swarm.kept) <= most * NUM_CHUNKS
+
+
+@simulated(seed=1)
+async def test_a_newcomer_whose_download_begins_anew_again_and_again_is_told_what_helps(
+    network: SimulatedNetwork, begin: Begin, caplog: pytest.LogCaptureFixture
+) -> None:
+    swarm = begin(network, STATE_BYTES / 300 / 2)
+    await swarm.train("ab")
+    newcomer = swarm.start("n", step_seconds=2.0)
+
+    def has_begun(times: int) -> bool:
+        return caplog.text.count("begins anew") == times
+
+    for times in (1, 2):
+        await asyncio.sleep(40.0)
+        network.cut(newcomer.peer)
+        await asyncio.sleep(30.0 * HISTORY_ROUNDS)
+        network.mend(newcomer.peer)
+        await swarm.until(partial(has_begun, times), 120, "a new beginning")
+        assert (TOO_SLOW in caplog.text) == (times > 1), "it may have been away"
 
 
 @pytest.mark.fault(43)

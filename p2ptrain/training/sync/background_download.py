@@ -40,6 +40,10 @@ MAX_BATCH_BYTES = 4 << 20
 LOG_SECONDS = 60.0
 """Interval between log lines of a long download."""
 
+TOO_SLOW = (
+    "this peer needs a faster link or machine, or its organizer longer rounds ('every' in the manifest's [training])"
+)
+
 SOURCE_FAILURES = (TemporaryError, IntegrityError, IncompatibleError)
 """Errors that a broken or hostile peer can cause; none of them may end training.
 
@@ -69,6 +73,7 @@ class StateDownload:
         self._failures: Counter[str] = Counter()
         self._source = ""
         self._must_be_one_round = False
+        self._num_anew = 0
         self._link = asyncio.Lock()
         self._extending = asyncio.Lock()
         self._waiting: dict[str, Stamp] = {}
@@ -120,7 +125,11 @@ class StateDownload:
     def _begin_at(self, head: Head) -> None:
         """Collect results from this head on; `_fits_together` drops chunks of other rounds later."""
         if self.rounds.base is not None and self._partial is not None and self._partial.num_done:
-            logger.warning("the download begins anew at round %d: no peer has the rounds since", head.round)
+            why = f"no peer has the rounds since round {self.rounds.base.round}"
+            self._num_anew += 1
+            if self._num_anew > 1:  # The first time, it may have been away.
+                why += f", again: {TOO_SLOW}"
+            logger.warning("the download begins anew at round %d: %s", head.round, why)
         self.rounds.start(head)
         self._claims = {}
 

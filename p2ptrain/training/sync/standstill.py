@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from p2ptrain.training.sync.background_download import TOO_SLOW
 from p2ptrain.training.sync.synchronizer import CAUGHT_UP, RoundResult
 
 FIRST_SECONDS = 30.0
@@ -42,8 +43,7 @@ class Standstill:
             ended = self._caught_up[-1] - self._caught_up[0]
             return (
                 f"this peer has taken part in no round for {seconds:.0f} s: it caught up {len(self._caught_up)} times,"
-                f" while the others ended {ended} rounds. Its link or machine is too slow for them: give it a faster"
-                " one, or ask the organizer for longer rounds ('every' in the manifest's [training])"
+                f" while the others ended {ended} rounds; {TOO_SLOW}"
             )
         told = f"round {result.round}: {'paused' if result.paused else 'not committed'}"
         told += f" for {seconds:.0f} s: {result.reason}"
