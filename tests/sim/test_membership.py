@@ -22,7 +22,7 @@ from p2ptrain.averaging.protocol.certificate import (
     Chain,
     Roster,
 )
-from p2ptrain.averaging.protocol.table import ESTABLISHED, MAX_COUNT
+from p2ptrain.averaging.protocol.table import ESTABLISHED, MAX_COUNT, MOST_VIEWS
 from p2ptrain.averaging.verification.opening import TWO_VOTES, verify_evidence
 from p2ptrain.errors import NotAdmittedError
 from p2ptrain.network.admission import OpenGate
@@ -351,12 +351,26 @@ async def test_a_member_that_claims_many_attempts_ends_no_round_for_the_others(n
         each._step()
     trying = [each.peer.spawn(each.synchronize()) for each in (a, evil)]
     await asyncio.wait_for(voted.wait(), WAIT_SECONDS)
-    assert true.next_view(a.sync.head.lineage, a.sync.head.round) == 2
+    assert true.next_view(a.sync.head.lineage, a.sync.head.round) == 1 + MOST_VIEWS
     network.crash(evil.peer)
     await club.average(b, c)
     await asyncio.wait(trying)
     assert len({each.sync.head for each in (a, b, c)}) == 1
     assert not a.sync.head.is_reduced
+
+
+@pytest.mark.parametrize("names", ["ab", "abc"])
+@simulated(seed=8)
+async def test_a_member_that_voted_alone_many_times_holds_up_no_round(network: SimulatedNetwork, names: str) -> None:
+    """The seed refused its first rosters, for example: others were on the way."""
+    club = Club(network, "invite")
+    trainers = [await club.start(name) for name in names]
+    ballots = trainers[0].sync.replica.context.ballots
+    for view in range(6):
+        assert ballots.vote(forge(trainers[0], view=view).certificate.body)
+    began = network.loop.time()
+    await club.average(*trainers)
+    assert network.loop.time() - began < club.manifest.averaging.round_seconds, "an attempt that it could not sign"
 
 
 @simulated(seed=7)

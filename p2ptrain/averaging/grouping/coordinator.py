@@ -345,9 +345,8 @@ class Coordinator:
         undrawn = self._context.undrawn(self._position.head)
         can_be_full = len(able) >= table.quorum and not table.leaves_out_most(table.census(tickets, here), undrawn)
         can_be_full &= key.level > 0 or table.is_led_by(here, undrawn)
-        # Voters that are there may refuse again and again: then every other attempt does without them. They were asked
-        # in none of the attempts on lower levels, of which each delegate made one at least.
-        tries = table.view(tickets) - key.level if tickets else 0
+        # Voters that are there may refuse again and again: then every other attempt does without them.
+        tries = self._position.attempts
         if can_be_full and (tries < ATTEMPTS_BEFORE_REDUCED or tries % 2 == 0 or not may_reduce(table, tickets)):
             return False
         return True if may_reduce(table, tickets) else None

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 MAX_ROWS = 1 << 16
 MAX_COUNT = (1 << 62) - 1
+MOST_VIEWS = 1 << 20
+"""Views that one member can use up in an attempt."""
 MAX_ELECTORATE = 256
 """Of more voters than this, as many are drawn anew at each `EPOCH_ROUNDS`."""
 EPOCH_ROUNDS = 64
@@ -228,15 +230,14 @@ class Table:
         return any(not each or 3 * len(each.intersection(peers)) > len(each) for each in leading)
 
     def view(self, tickets: Iterable[Ticket]) -> int:
-        """Return the view of an attempt: the most attempts that a leading member was in.
+        """Return the view of an attempt: the highest that a leading member claims, after those that it voted in.
 
-        At most one more than more than a third of them were in: voters never go back to an earlier view, and a member
-        may claim more attempts than there were. But a voter may have been in one that the others were not in. Only a
-        peer that is alone decides.
+        At most `MOST_VIEWS` more than what more than a third of them claim: voters never go back to an earlier view,
+        and a liar would use up all views. A member may have voted in many while it was alone.
         """
         claims = {ticket.peer: ticket.view for ticket in tickets}
         views = sorted((claims[peer] for peer in self.leading & claims.keys() or claims), reverse=True)
-        return min(views[0], views[max(len(views) // 3, min(1, len(views) - 1))] + 1)
+        return min(views[0], views[max(len(views) // 3, min(1, len(views) - 1))] + MOST_VIEWS)
 
     def is_stopped_without(self, peers: Collection[str]) -> bool:
         """True if no full certificate is possible without these peers: they are more than a third of the electorate."""
