@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import math
 
 import pytest
 import torch
@@ -13,8 +14,9 @@ from p2ptrain.pipeline.client.sender import Opened
 from p2ptrain.pipeline.messages import pack
 from p2ptrain.pipeline.plan import PipelinePlan
 from tests.support.coroutines import simulated
+from tests.support.records import record_of
 from tests.support.sim.peers import until
-from tests.support.sim.pipelines import Pipeline, PipelinePeer, WholeModel, make_manifest, sample, tell
+from tests.support.sim.pipelines import SAMPLES, Pipeline, PipelinePeer, WholeModel, make_manifest, sample, tell
 
 ROUND = 6
 """Microbatches in a round."""
@@ -269,3 +271,29 @@ async def test_an_output_that_no_gradient_is_asked_for_counts_nowhere(network: S
     torch.testing.assert_close(opened.waiting.output.result(), whole.model(tokens[:, :-1]).detach())
     await opened.task
     assert all(peer.hosted and peer.hosted.host.ledger.samples() == 0 for peer in pipeline.hosts)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@simulated(seed=8)
+async def test_a_host_that_came_before_the_first_round_ended_does_not_hold_it_up(
+    network: SimulatedNetwork, tied: bool
+) -> None:
+    """The seed knows it, and waits for it; and it has no work, because the round has its microbatches."""
+    pipeline = Pipeline(network, make_manifest(2, tied=tied, global_batch=ROUND * SAMPLES))
+    for stage in range(2):
+        await pipeline.add(f"h{stage}", stage, 0.5)
+    await until(lambda: all(host.status == "training" for host in pipeline.hosts))
+    trainer = await pipeline.add("trainer", None)
+    feeding = asyncio.create_task(pipeline.feed(trainer, range(ROUND), at_once=ROUND))
+    await asyncio.sleep(1.0)
+    late = await pipeline.add("late", 1, 0.5)
+    await until(lambda: late.status == "training")
+    for host in pipeline.hosts[1:]:
+        pipeline.founder.memberships["unit1"].update(record_of(host.peer.peer_id), 1, expires_at=math.inf)
+    await feeding
+    began = network.loop.time()
+    await until(lambda: pipeline.rounds() == {1})
+    assert network.loop.time() - began < pipeline.manifest.averaging.matchmaking_seconds / 2
+    assert pipeline.hosts[1].hosted is not None
+    assert pipeline.hosts[1].hosted.units[0].state.head.table.row_of(late.peer.peer_id) is not None
+    await pipeline.close()

@@ -14,12 +14,17 @@ from tests.support.coroutines import at_end
 
 
 class SimulatedSeed:
-    """A founder on a peer of its own, maybe beside others; ``ballots`` are its votes by swarm or unit."""
+    """A founder on a peer of its own, maybe beside others.
+
+    ``membership`` has whom it knows in the swarm, ``memberships`` in the units of a pipeline by the names of scopes;
+    ``ballots`` are its votes by swarm or unit.
+    """
 
     def __init__(self, network: SimulatedNetwork, others: Iterable[str] = (), *, is_open: bool = False) -> None:
         self.peer = network.add_peer("seed")
         self.founding = founding_table([self.peer.peer_id, *others], is_open=is_open)
         self.membership = Membership(self.peer.peer_id, self.peer.runtime)
+        self.memberships: dict[str, Membership] = {}
         self.ballots: dict[bytes, Ballots] = {}
         self._rpc: Rpc | None = None
         at_end(self.close)
@@ -30,8 +35,10 @@ class SimulatedSeed:
         rpc = self._rpc = Rpc(peer.transport, peer.runtime, swarm)
         for scope, unit in (units or {"": swarm}).items():
             scoped = rpc.scoped(scope) if scope else rpc
+            membership = Membership(peer.peer_id, peer.runtime) if scope else self.membership
+            self.memberships[scope] = membership
             context = PeerContext(
-                scoped, peer.runtime, peer.signer, unit, spec, self.membership, founding=self.founding,
+                scoped, peer.runtime, peer.signer, unit, spec, membership, founding=self.founding,
                 ballots=self.ballots.setdefault(unit, Ballots()),
             )  # fmt: skip
             LightVotes(context)
