@@ -258,15 +258,34 @@ class Coordinator:
         closes_in = None if at is None or at - now > LONGEST_BATCH_SECONDS else max(0.0, at - now)
         return messages.StepsAdvice(group.closing or group.over, closes_in)
 
-    async def _serve_pass(self, peer: str, request: messages.Pass) -> messages.Ahead:
-        """Stop waiting for a peer that has no work for the round after its head."""
+    async def _serve_pass(self, peer: str, request: messages.Pass) -> messages.Passed:
+        """Stop waiting for a peer that has no work for the round after its head, unless the round needs it."""
         if self._position.is_ahead_of(request.head):
-            return messages.Ahead(is_ahead=True)
+            return messages.Passed(is_ahead=True)
         self._membership.heard_from(peer)
         group = self._group_of(peer, request.head)
+        if self._is_needed(group, peer):
+            group.passed.discard(peer)
+            return messages.Passed(is_needed=True)
         group.passed.add(peer)
         group.stir()
-        return messages.Ahead(is_ahead=False)
+        return messages.Passed()
+
+    def _is_needed(self, group: PendingGroup, peer: str) -> bool:
+        """True if others have work for a full round, and are too few without this peer; or if it is the first round.
+
+        The voters of the first round wait for most of the peers that are there.
+        """
+        key, table, own = group.key, self._position.head.table, self._context.rpc.peer_id
+        reports = group.batch.reports.items()
+        has_work = bool(group.members) or any(each.samples for other, each in reports if other != peer)
+        if not has_work or not self._position.is_of(key) or (table.leading and table.row_of(peer) is None):
+            return False
+        undrawn = self._context.undrawn(self._position.head)
+        left = {row.peer for row in table.rows if row.peer == own or self._membership.may_answer(row.peer)}
+        left -= group.passed | {peer}
+        is_enough = table.is_led_by(left, undrawn) and not table.is_too_few(left, undrawn)
+        return peer not in undrawn and not (table.leading and is_enough)
 
     def _group_of(self, peer: str, head: Head) -> PendingGroup:
         return self.group(head, self._cells.key_of(head, peer))

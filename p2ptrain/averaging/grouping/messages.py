@@ -166,6 +166,13 @@ class Pass(Message, frozen=True):
     head: Head
 
 
+class Passed(Message, frozen=True):
+    """Reply to `Pass`: as `Ahead`; or the round needs the peer all the same, because too few others have work."""
+
+    is_ahead: bool = False
+    is_needed: bool = False
+
+
 class AwaitMove(Message, frozen=True):
     """Request to answer once the receiver's head wins over this one, or after this time."""
 

@@ -444,18 +444,22 @@ class Table:
         )  # A newcomer that leaves at once does not join.
 
     def leaves_out_most(self, census: Census, undrawn: frozenset[str] = frozenset()) -> bool:
-        """True if less than half of the awake voters contributed, or a third of the members before any vote.
+        """True if those that contributed to a round's result are too few; see `is_too_few`."""
+        contributed = {row.peer for index, row in enumerate(self.rows) if _has(census.contributed, index)}
+        return self.is_too_few(contributed, undrawn)
 
-        Then somebody may keep them out. Half of those that are drawn are enough, too.
+    def is_too_few(self, peers: Collection[str], undrawn: frozenset[str] = frozenset()) -> bool:
+        """True if these are less than half of the awake voters, or a third of the members before any vote.
+
+        Then somebody may keep the others out. Half of those that are drawn are enough, too.
         """
-        if undrawn and not self.leaves_out_most(census):
+        if undrawn and not self.is_too_few(peers):
             return False
-        awake = [index for index, row in enumerate(self.rows) if not (row.sleeps or row.is_witness)]
-        there = [index for index in awake if self.rows[index].peer not in undrawn]
-        voters, share = [index for index in there if self.rows[index].votes], 2
+        awake = [row for row in self.rows if not (row.sleeps or row.is_witness) and row.peer not in undrawn]
+        voters, share = [row.peer for row in awake if row.votes], 2
         if not voters:
-            voters, share = there, 3
-        return share * sum(_has(census.contributed, index) for index in voters) < len(voters)
+            voters, share = [row.peer for row in awake], 3
+        return share * sum(peer in peers for peer in voters) < len(voters)
 
     def believes(self, certificate: Certificate) -> bool:
         """True if enough of this table's voters signed a later certificate of whatever round.

@@ -36,8 +36,6 @@ CONFIRM_SECONDS = 10.0
 """Time after a reduced round until its microbatches are done: a full one may win over it, and undo them."""
 PAUSE_SECONDS = 0.25
 SIT_OUT_SECONDS = 5.0
-FIRST_SECONDS = 1.0
-"""Timeout for the others' result in the first round."""
 LEAVE_SECONDS = 2.0
 """Timeout for the others' result, at a leaving host without work for the round; < `SIT_OUT_SECONDS`."""
 
@@ -212,27 +210,28 @@ class StageRounds:
     async def _sit_out(self, unit: HostedUnit, since: float, seconds: float) -> bool:
         """Wait for the others' result and apply it; True if no peer has one, and the round may reopen.
 
-        If the round is over elsewhere, it ends with a gradient of zero instead: soon if it is the first one, because
-        its voters wait for most of the hosts that are there.
+        If the round is over elsewhere, or the others are too few without this host, it joins with a gradient of zero.
         """
-        synchronizer, is_first = unit.synchronizer, not unit.state.head.table.leading
+        synchronizer, round = unit.synchronizer, unit.state.head.round
         synchronizer.averager.matchmaker.start_clock()  # Else it would never follow a reduced lineage.
-        source = await synchronizer.averager.matchmaker.standby.sit_out(FIRST_SECONDS if is_first else seconds)
+        source = await synchronizer.averager.matchmaker.standby.sit_out(seconds)
         if source:
             await synchronizer.catch_up.follow(source, unit.work)
             return False
         if await synchronizer.follow_swarm(unit.work):
             return False
         if self._host.is_resting:
-            return False  # It gives nothing, no gradient of zero either: its stage's other hosts end the round.
-        round = unit.state.head.round
-        is_over = self._queue.is_over_elsewhere or any(other.state.head.round > round for other in self._units)
-        patience_seconds = FIRST_SECONDS if is_first and is_over else 2 * self._grace_seconds + SIT_OUT_SECONDS
-        if asyncio.get_running_loop().time() - since <= patience_seconds:
+            # It gives nothing, no gradient of zero either: its stage's other hosts end the round.
+            await asyncio.sleep(seconds if source is None else 0.0)
             return False
-        if is_over:
-            level = logging.INFO if is_first else logging.WARNING
-            logger.log(level, "round %d: nothing is left of it here: it ends with a gradient of zero", round)
+        if source is None:
+            logger.debug("round %d: the others are too few without this host: it joins with a gradient of zero", round)
+            unit.work.add(1, 1)
+            return False
+        if asyncio.get_running_loop().time() - since <= 2 * self._grace_seconds + SIT_OUT_SECONDS:
+            return False
+        if self._queue.is_over_elsewhere or any(other.state.head.round > round for other in self._units):
+            logger.warning("round %d: nothing is left of it here: it ends with a gradient of zero", round)
             unit.work.add(1, 1)
             return False
         if any(other.work.tokens > 0 for other in self._units):
