@@ -359,6 +359,19 @@ async def test_a_member_that_claims_many_attempts_ends_no_round_for_the_others(n
     assert not a.sync.head.is_reduced
 
 
+@simulated(seed=9)
+async def test_who_was_a_suspect_for_its_reduced_rounds_is_none_for_whom_it_leads_on(network: SimulatedNetwork) -> None:
+    """Who has a full head follows it only after its own wait; and then finds no other leader there."""
+    club, (a, b, _) = await established(network)
+    go_on_from(b, forge(b, is_reduced=True))
+    assert not await a.sync.catch_up.follow(b.peer.peer_id, a.work)
+    assert a.membership.is_suspect(b.peer.peer_id)
+    a.sync.position.standstill = club.manifest.averaging.matchmaking_seconds
+    assert await a.sync.catch_up.follow(b.peer.peer_id, a.work)
+    assert a.sync.head == b.sync.head
+    assert not a.membership.is_suspect(b.peer.peer_id)
+
+
 @pytest.mark.parametrize("names", ["ab", "abc"])
 @simulated(seed=8)
 async def test_a_member_that_voted_alone_many_times_holds_up_no_round(network: SimulatedNetwork, names: str) -> None:

@@ -92,6 +92,7 @@ class CatchUp:
             self._blame(source, error, started)
             return False
         self._membership.kept_promise(source)
+        self._membership.answered(source)  # It may have been a suspect for a lineage that this peer did not follow yet.
         return True
 
     def _blame(self, source: str, error: Exception, asked_at: float) -> None:
