@@ -10,6 +10,7 @@ with little takes the daemon then, and from the second such stream to a peer on,
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 from collections import Counter
@@ -279,7 +280,8 @@ class DirectConnections:
         try:
             async with asyncio.timeout(ASKING_SECONDS):
                 await stream.write(self._answer_to(peer, await _receive(stream, peer, Ask)))
-                await stream.read(1)  # wait until the asker closes: closing first could lose the answer
+                with contextlib.suppress(EOFError):
+                    await stream.read(1)  # wait until the asker closes: closing first could lose the answer
         except (OSError, EOFError, TimeoutError, PeerError) as error:
             logger.debug("peer %s asked for no offer: %r", peer[-8:], error)
         finally:

@@ -112,9 +112,11 @@ class DirectListener:
         """Accept one connection. A callback, since a cancelled task could lose one that it had accepted."""
         try:
             connection, address = listening.accept()
+        except BlockingIOError:  # The dialler gave up.
+            return
         except OSError as error:
             self._refuse("not accepted", error)
-            if not isinstance(error, (BlockingIOError, ConnectionAbortedError)):  # No free file descriptor.
+            if not isinstance(error, ConnectionAbortedError):  # No free file descriptor.
                 self._loop.remove_reader(listening)
                 self._loop.call_later(PAUSE_SECONDS, self._accept_again, listening)
             return
