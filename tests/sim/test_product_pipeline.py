@@ -139,7 +139,7 @@ async def test_a_host_that_is_told_to_stop_saves_the_last_round(network: Simulat
 
 
 @pytest.mark.parametrize("is_late", [False, True], ids=["with-it", "after-it"])
-@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 7))])
+@pytest.mark.parametrize("seed", [2, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, *range(3, 7)))])
 @simulated()
 async def test_the_first_host_of_a_stage_rests_and_its_others_go_on_from_its_state(
     network: SimulatedNetwork, seed: int, is_late: bool, begin: Begin

@@ -264,7 +264,7 @@ class Coordinator:
             return messages.Passed(is_ahead=True)
         self._membership.heard_from(peer)
         group = self._group_of(peer, request.head)
-        if self._is_needed(group, peer):
+        if request.may_join and self._is_needed(group, peer):
             group.passed.discard(peer)
             return messages.Passed(is_needed=True)
         group.passed.add(peer)
@@ -285,7 +285,7 @@ class Coordinator:
         left = {row.peer for row in table.rows if row.peer == own or self._membership.may_answer(row.peer)}
         left -= group.passed | {peer}
         is_enough = table.is_led_by(left, undrawn) and not table.is_too_few(left, undrawn)
-        return peer not in undrawn and not (table.leading and is_enough)
+        return not (table.leading and is_enough)
 
     def _group_of(self, peer: str, head: Head) -> PendingGroup:
         return self.group(head, self._cells.key_of(head, peer))
@@ -364,8 +364,9 @@ class Coordinator:
         undrawn = self._context.undrawn(self._position.head)
         can_be_full = len(able) >= table.quorum and not table.leaves_out_most(table.census(tickets, here), undrawn)
         can_be_full &= key.level > 0 or table.is_led_by(here, undrawn)
-        # Voters that are there may refuse again and again: then every other attempt does without them.
-        tries = self._position.attempts
+        # Voters that are there may refuse again and again: then every other attempt does without them. They were asked
+        # in none of the attempts on lower levels, of which each delegate made one at least.
+        tries = table.view(tickets, 1) - key.level if tickets else 0
         if can_be_full and (tries < ATTEMPTS_BEFORE_REDUCED or tries % 2 == 0 or not may_reduce(table, tickets)):
             return False
         return True if may_reduce(table, tickets) else None

@@ -161,9 +161,10 @@ class StepsAdvice(Message, frozen=True):
 
 
 class Pass(Message, frozen=True):
-    """The sender has no work for the round after its head."""
+    """The sender has no work for the round after its head, and joins it all the same if it ``may_join``."""
 
     head: Head
+    may_join: bool = False
 
 
 class Passed(Message, frozen=True):

@@ -297,26 +297,26 @@ class Standby:
             return min(reply.granted, wanted)
         return 0
 
-    async def sit_out(self, seconds: float) -> str | None:
+    async def sit_out(self, seconds: float, *, may_join: bool = False) -> str | None:
         """Tell the leader that this peer has no work for the round, and wait ``seconds`` for the round's end.
 
         Returns:
-            A peer that is ahead; empty if none was found; None, at once, if the leader says that the round needs this
-            peer all the same.
+            A peer that is ahead; empty if none was found; None, at once, if this peer ``may_join``, and the leader says
+            that the round needs it.
         """
         context, key, head = self._context, self._position.key, self._position.head.without_proof()
-        sitting_out = context.sitting_out(self._position.head)
         leader = self._leaders.first(key)
         patience = probe_seconds(context, leader)
         try:
-            reply = await context.rpc.call(leader, messages.PASS, messages.Pass(head), messages.Passed, patience)
+            request = messages.Pass(head, may_join)
+            reply = await context.rpc.call(leader, messages.PASS, request, messages.Passed, patience)
             if reply.is_ahead:
                 return leader
-            if reply.is_needed and context.rpc.peer_id not in sitting_out:
+            if reply.is_needed and may_join:
                 return None
         except (PeerError, DeadlineError) as error:
             self._leaders.lost(leader, str(error))
-        others = sorted({*self._leaders.membership.expected()} - {leader} - sitting_out)
+        others = sorted({*self._leaders.membership.expected()} - {leader} - context.sitting_out(self._position.head))
         asked = context.runtime.random.sample(others, min(len(others), MAX_ASKED))
         asked = [peer for peer in [leader, *asked] if peer != context.rpc.peer_id]
         return await self._first_to_move(asked, head, seconds)

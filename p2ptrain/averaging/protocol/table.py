@@ -229,15 +229,15 @@ class Table:
         leading = (self.leading, self.leading - undrawn)
         return any(not each or 3 * len(each.intersection(peers)) > len(each) for each in leading)
 
-    def view(self, tickets: Iterable[Ticket]) -> int:
+    def view(self, tickets: Iterable[Ticket], most: int = MOST_VIEWS) -> int:
         """Return the view of an attempt: the highest that a leading member claims, after those that it voted in.
 
-        At most `MOST_VIEWS` more than what more than a third of them claim: voters never go back to an earlier view,
-        and a liar would use up all views. A member may have voted in many while it was alone.
+        It is at ``most`` so many more than what more than a third of them claim: voters never go back to an earlier
+        view, and a liar would use up all views. A member may have voted in many while it was alone.
         """
         claims = {ticket.peer: ticket.view for ticket in tickets}
         views = sorted((claims[peer] for peer in self.leading & claims.keys() or claims), reverse=True)
-        return min(views[0], views[max(len(views) // 3, min(1, len(views) - 1))] + MOST_VIEWS)
+        return min(views[0], views[max(len(views) // 3, min(1, len(views) - 1))] + most)
 
     def is_stopped_without(self, peers: Collection[str]) -> bool:
         """True if no full certificate is possible without these peers: they are more than a third of the electorate."""

@@ -214,16 +214,15 @@ class StageRounds:
         """
         synchronizer, round = unit.synchronizer, unit.state.head.round
         synchronizer.averager.matchmaker.start_clock()  # Else it would never follow a reduced lineage.
-        source = await synchronizer.averager.matchmaker.standby.sit_out(seconds)
+        may_join = not (self._is_stopping or self._host.is_resting)
+        source = await synchronizer.averager.matchmaker.standby.sit_out(seconds, may_join=may_join)
         if source:
             await synchronizer.catch_up.follow(source, unit.work)
             return False
         if await synchronizer.follow_swarm(unit.work):
             return False
         if self._host.is_resting:
-            # It gives nothing, no gradient of zero either: its stage's other hosts end the round.
-            await asyncio.sleep(seconds if source is None else 0.0)
-            return False
+            return False  # It gives nothing, no gradient of zero either: its stage's other hosts end the round.
         if source is None:
             logger.debug("round %d: the others are too few without this host: it joins with a gradient of zero", round)
             unit.work.add(1, 1)

@@ -25,8 +25,8 @@ def take_on(peer: GroupingPeer, samples: int, held: int, wanted: int) -> asyncio
     return peer.peer.spawn(peer.matchmaker.standby.take_on(samples, held, wanted))
 
 
-def sit_out(peer: GroupingPeer, seconds: float) -> asyncio.Task[str | None]:
-    return peer.peer.spawn(peer.matchmaker.standby.sit_out(seconds))
+def sit_out(peer: GroupingPeer, seconds: float, *, may_join: bool = False) -> asyncio.Task[str | None]:
+    return peer.peer.spawn(peer.matchmaker.standby.sit_out(seconds, may_join=may_join))
 
 
 @simulated(grouping_peers, 3, *PEERS, seed=1)
@@ -140,26 +140,30 @@ async def test_who_has_no_work_is_needed_if_too_few_voters_have_some(peers: Peer
     table = Table(tuple(sorted(rows, key=lambda row: row.peer)))
     for peer in peers:
         peer.matchmaker.set_head(replace(HEAD, table=table))
-    assert await sit_out(voters[0], 1.0) == "", "nobody has work"
+    assert await sit_out(voters[0], 1.0, may_join=True) == "", "nobody has work"
     assert await take_on(worker, 0, 0, TARGET) == TARGET
     await take_on(worker, TARGET, TARGET, 1)
     began = network.loop.time()
-    assert await sit_out(newcomer, 1.0) == ""
-    assert await sit_out(voters[0], 1.0) == "", "the other one is half of the voters"
+    assert await sit_out(newcomer, 1.0, may_join=True) == ""
+    assert await sit_out(voters[0], 1.0, may_join=True) == "", "the other one is half of the voters"
     assert network.loop.time() - began >= 2.0
-    assert await sit_out(voters[1], 20.0) is None
+    assert await sit_out(voters[1], 20.0, may_join=True) is None
     assert network.loop.time() - began < 4.0
+    assert await sit_out(voters[1], 1.0) == ""
+    (group,) = worker.matchmaker._coordinator._groups.values()
+    assert voters[1].id in group.passed, "one that leaves is waited for by nobody"
+    assert await sit_out(voters[1], 20.0, may_join=True) is None
     network.crash(voters[1].peer)
     worker.membership.suspect(voters[1].id, "is gone")
-    assert await sit_out(voters[0], 20.0) is None
+    assert await sit_out(voters[0], 20.0, may_join=True) is None
 
 
 @simulated(grouping_peers, 3, *PEERS, seed=1)
 async def test_who_has_no_work_for_the_first_round_is_needed_all_the_same(peers: Peers) -> None:
     assert await take_on(peers[1], 0, 0, TARGET) == TARGET
     await take_on(peers[1], TARGET, TARGET, 1)
-    assert await sit_out(peers[1], 1.0) == "", "it is the only one with work"
-    assert await sit_out(peers[2], 20.0) is None
+    assert await sit_out(peers[1], 1.0, may_join=True) == "", "it is the only one with work"
+    assert await sit_out(peers[2], 20.0, may_join=True) is None
 
 
 @pytest.mark.parametrize("is_stalled", [False, True])
