@@ -15,6 +15,7 @@ from p2ptrain.averaging.commit.lost_state import (
     AskHeld,
     Held,
 )
+from p2ptrain.averaging.commit.round_log import Result
 from p2ptrain.averaging.commit.votes import VOTE, AskVote, Vote
 from p2ptrain.averaging.grouping.matchmaker import LONGEST_RETRY_SECONDS
 from p2ptrain.averaging.protocol.ballots import Ballots
@@ -76,6 +77,15 @@ async def ask(trainer: SimulatedTrainer, club: Club, certificate: Certificate, h
         refusals[trainer.peer.peer_id] = error.reason
         return False
     return True
+
+
+async def certify(club: Club, *trainers: SimulatedTrainer) -> Result:
+    """Return a full round of these trainers after their head, with the seed's vote."""
+    result = forge(*trainers)
+    proofs = await ask_for_votes(trainers[0], result.certificate, [club.seed.peer.peer_id])
+    return replace(
+        result, certificate=replace(result.certificate, proofs=tuple(sorted((*result.certificate.proofs, *proofs))))
+    )
 
 
 def refusal_of(trainer: SimulatedTrainer) -> str:
@@ -453,12 +463,11 @@ async def test_a_voter_votes_again_only_if_nobody_holds_what_it_voted_for(
 ) -> None:
     club, (a, b, c) = await established(network)
     seed = club.seed.peer.peer_id
-    first = forge(a, b)
-    proofs = await ask_for_votes(a, first.certificate, [seed])
-    certified = replace(first.certificate, proofs=tuple(sorted((*first.certificate.proofs, *proofs))))
-    assert a.sync.head.table.why_invalid(certified.body, certified.signers) == ""
+    certified = await certify(club, a, b)
+    body, signers = certified.certificate.body, certified.certificate.signers
+    assert a.sync.head.table.why_invalid(body, signers) == ""
     second = forge(b, c, tokens=11, view=1).certificate
-    go_on_from(a, replace(first, certificate=certified))
+    go_on_from(a, certified)
     assert b.sync.head == c.sync.head != a.sync.head
     request = AskVote(second.to_bytes())
     with pytest.raises(PeerRefusedError, match="voted for another result"):
@@ -495,16 +504,13 @@ async def test_a_voter_leads_no_reduced_lineage_on_while_a_member_holds_what_it_
 ) -> None:
     """The others do not hear of that member's full round, close reduced ones, and want a full one again."""
     club, (a, b, c) = await established(network)
-    seed = club.seed.peer.peer_id
-    first = forge(a, b)
-    proofs = await ask_for_votes(a, first.certificate, [seed])
-    certified = replace(first.certificate, proofs=tuple(sorted((*first.certificate.proofs, *proofs))))
+    certified = await certify(club, a, b)
     for _ in range(num_reduced):
         reduced = forge(b, c, is_reduced=True)
         for each in (b, c):
             go_on_from(each, reduced)
         await ask(b, club, forge(b, c, is_reduced=True).certificate)  # It leads the seed's tip there.
-    go_on_from(a, replace(first, certificate=certified))
+    go_on_from(a, certified)
     assert a.sync.head.outranks(b.sync.head)
     if holder == "gone":
         network.crash(a.peer)

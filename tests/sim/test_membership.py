@@ -361,7 +361,7 @@ async def test_a_member_that_claims_many_attempts_ends_no_round_for_the_others(n
 
 @simulated(seed=9)
 async def test_who_was_a_suspect_for_its_reduced_rounds_is_none_for_whom_it_leads_on(network: SimulatedNetwork) -> None:
-    """Who has a full head follows it only after its own wait; and then finds no other leader there."""
+    """A member with a full head waits before it follows. There it finds no other leader."""
     club, (a, b, _) = await established(network)
     go_on_from(b, forge(b, is_reduced=True))
     assert not await a.sync.catch_up.follow(b.peer.peer_id, a.work)

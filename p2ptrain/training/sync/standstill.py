@@ -17,7 +17,7 @@ class Standstill:
     def __init__(self) -> None:
         self._since: float | None = None
         self._due_seconds = 0.0
-        self._caught_up: list[int] = []
+        self._catch_ups, self._first_round = 0, 0
 
     def note(self, result: RoundResult, now: float) -> str:
         """Return the warning that is due after a round's end at ``now``; empty for none.
@@ -31,18 +31,17 @@ class Standstill:
             return ""
         if self._since is None:
             self._since, self._due_seconds = now - result.seconds, 0.0 if result.paused else FIRST_SECONDS
-            self._caught_up = []
+            self._catch_ups, self._first_round = 0, result.round
         if is_caught_up:
-            self._caught_up.append(result.round)
+            self._catch_ups += 1
         seconds = now - self._since
-        is_behind = len(self._caught_up) >= FEW_CATCH_UPS
-        if seconds < self._due_seconds or (is_caught_up and not is_behind):
+        if seconds < self._due_seconds or (is_caught_up and self._catch_ups < FEW_CATCH_UPS):
             return ""
         self._due_seconds = max(FIRST_SECONDS, 2 * seconds)
-        if is_behind and not result.paused:
-            ended = self._caught_up[-1] - self._caught_up[0]
+        if is_caught_up:
+            ended = result.round - self._first_round
             return (
-                f"this peer has taken part in no round for {seconds:.0f} s: it caught up {len(self._caught_up)} times,"
+                f"this peer has taken part in no round for {seconds:.0f} s: it caught up {self._catch_ups} times,"
                 f" while the others ended {ended} rounds; {TOO_SLOW}"
             )
         told = f"round {result.round}: {'paused' if result.paused else 'not committed'}"

@@ -49,3 +49,10 @@ def test_who_takes_part_after_it_caught_up_is_told_nothing() -> None:
     for now in range(100, 1000, 100):
         assert standstill.note(RoundResult(True, now, CAUGHT_UP), float(now)) == ""
         assert standstill.note(DONE, now + 50.0) == ""
+
+
+def test_a_failure_of_who_caught_up_often_is_told_with_its_reason() -> None:
+    standstill = Standstill()
+    for now in (20.0, 40.0, 60.0):
+        standstill.note(RoundResult(True, int(now), CAUGHT_UP, seconds=12.0), now)
+    assert "0 of the 1 voters signed" in standstill.note(FAILED, 500.0)
