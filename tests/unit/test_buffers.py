@@ -65,6 +65,28 @@ def test_what_is_kept_is_bounded() -> None:
     assert pool.kept_bytes == 2 * SIZE
 
 
+def test_the_memory_that_was_idle_longest_goes_first() -> None:
+    pool = Pool(max_kept_bytes=2 * SIZE)
+    lent = {letter: pool.lend(SIZE) for letter in b"abc"}
+    for letter, buffer in lent.items():
+        buffer[:] = bytes([letter]) * SIZE
+    del buffer
+    for letter in b"abc":
+        del lent[letter]
+    again = [pool.lend(SIZE) for _ in range(2)]
+    assert pool.kept_bytes == 0
+    assert {bytes(buffer[:1]) for buffer in again} == {b"b", b"c"}
+
+
+def test_the_system_may_take_idle_memory() -> None:
+    pool = Pool()
+    pool.lend(SIZE)[:] = bytes([1]) * SIZE
+    gc.collect()
+    assert pool.kept_bytes == SIZE
+    lazily = re.findall(r"^LazyFree:\s+(\d+) kB$", Path("/proc/self/smaps").read_text(), re.MULTILINE)
+    assert sum(map(int, lazily)) << 10 > SIZE // 2  # the kernel counts them in batches
+
+
 def test_a_large_buffer_is_not_lent_for_a_small_need() -> None:
     pool = Pool()
     large = pool.lend(8 * LEAST_LENT_BYTES)
