@@ -37,6 +37,7 @@ from p2ptrain.tasks import Tasks
 logger = logging.getLogger(__name__)
 
 PROBE_SECONDS = 1.0
+LAST_PROBES_SECONDS = 1.0
 MIN_PAUSE_SECONDS = 0.05
 REPORT_WAIT_SECONDS = 1.0
 FORESIGHT_SECONDS = 0.25
@@ -372,63 +373,72 @@ class Coordinator:
         return True if may_reduce(table, tickets) else None
 
     async def _lead(self, group: PendingGroup) -> None:
-        """Run one pending group to its end; the leader's main loop."""
-        loop, key, asking = asyncio.get_running_loop(), group.key, Tasks()
-        probes: dict[str, asyncio.Task[None]] = {}
-        probed_at: dict[str, float] = {}
+        """Run one pending group to its end.
+
+        Its last probes may end in order: cancelled ones would drop the connections that the round is about to use.
+        """
+        asking, grace_seconds = Tasks(), 0.0
         try:
-            while not group.over:
-                group.changed.clear()
-                now = loop.time()
-                if self._position.is_ahead_of(group.head):
-                    group.answer_all(messages.Behind(self._context.rpc.peer_id))
-                    break
-                if not self._is_leading(group):
-                    await group.wait_for_change(PROBE_SECONDS)
-                    continue
-                expected, guests = self._expected(group), self._guests(group)
-                if not group.closing:
-                    group.steps.foresee(self._working(group), now)
-                is_reduced = self._is_reduced(group, group.tickets)
-                decision = decide(group.situation(expected, now, guests, is_reduced=is_reduced), group.spec)
-                if decision.action == "close" and not group.closing:
-                    group.closing = True
-                    behind = {each.peer for each in self._membership.records() if each.round < key.round}
-                    behind.difference_update(self._position.head.members)
-                    group.passed |= group.steps.absentees(expected, behind, now, group.spec.grace_seconds)
-                    probed_at.clear()
-                    self._position.close(key)
-                if decision.action == "form":
-                    self._finish(group, [*expected, *guests], decision.reason)
-                    break
-                if decision.action == "give up":
-                    alone = len(group.members) == 1
-                    group.answer_all(messages.Refused(decision.reason, alone=alone))
-                    break
-                if not group.members and now - group.last_activity > IDLE_GROUP_SECONDS:
-                    break
-                # Above level 0 the leader probes no peer: each cell chooses its delegate.
-                missing = [] if key.level else [peer for peer in (*expected, *guests) if peer not in group.members]
-                missing = [peer for peer in missing if peer != self._context.rpc.peer_id]
-                for peer in missing if group.members or group.closing else []:
-                    if peer not in probes and now - probed_at.get(peer, -PROBE_SECONDS) >= PROBE_SECONDS:
-                        probed_at[peer] = now
-                        probes[peer] = asking.start(self._probe(peer, group), f"probe-{peer[-8:]}")
-                        probes[peer].add_done_callback(partial(lambda peer, _: probes.pop(peer, None), peer))
-                next_probe = min(
-                    (probed_at[peer] + PROBE_SECONDS - now for peer in missing if peer in probed_at),
-                    default=PROBE_SECONDS,
-                )
-                pause = min(max(next_probe, MIN_PAUSE_SECONDS), group.next_change(now))
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(pause):
-                        await group.changed.wait()
+            await self._lead_until_over(group, asking)
+            grace_seconds = LAST_PROBES_SECONDS
         finally:
-            await asking.close()
             if not group.over:
                 group.answer_all(messages.Refused("the leader stopped"))
-            if self._groups.get(key) is group:
-                del self._groups[key]
+            if self._groups.get(group.key) is group:
+                del self._groups[group.key]
+            await asking.close(grace_seconds)
+
+    async def _lead_until_over(self, group: PendingGroup, asking: Tasks) -> None:
+        """The leader's main loop; it returns once the group has its answers."""
+        loop, key = asyncio.get_running_loop(), group.key
+        probes: dict[str, asyncio.Task[None]] = {}
+        probed_at: dict[str, float] = {}
+        while not group.over:
+            group.changed.clear()
+            now = loop.time()
+            if self._position.is_ahead_of(group.head):
+                group.answer_all(messages.Behind(self._context.rpc.peer_id))
+                break
+            if not self._is_leading(group):
+                await group.wait_for_change(PROBE_SECONDS)
+                continue
+            expected, guests = self._expected(group), self._guests(group)
+            if not group.closing:
+                group.steps.foresee(self._working(group), now)
+            is_reduced = self._is_reduced(group, group.tickets)
+            decision = decide(group.situation(expected, now, guests, is_reduced=is_reduced), group.spec)
+            if decision.action == "close" and not group.closing:
+                group.closing = True
+                behind = {each.peer for each in self._membership.records() if each.round < key.round}
+                behind.difference_update(self._position.head.members)
+                group.passed |= group.steps.absentees(expected, behind, now, group.spec.grace_seconds)
+                probed_at.clear()
+                self._position.close(key)
+            if decision.action == "form":
+                self._finish(group, [*expected, *guests], decision.reason)
+                break
+            if decision.action == "give up":
+                alone = len(group.members) == 1
+                group.answer_all(messages.Refused(decision.reason, alone=alone))
+                break
+            if not group.members and now - group.last_activity > IDLE_GROUP_SECONDS:
+                break
+            # Above level 0 the leader probes no peer: each cell chooses its delegate.
+            missing = [] if key.level else [peer for peer in (*expected, *guests) if peer not in group.members]
+            missing = [peer for peer in missing if peer != self._context.rpc.peer_id]
+            for peer in missing if group.members or group.closing else []:
+                if peer not in probes and now - probed_at.get(peer, -PROBE_SECONDS) >= PROBE_SECONDS:
+                    probed_at[peer] = now
+                    probes[peer] = asking.start(self._probe(peer, group), f"probe-{peer[-8:]}")
+                    probes[peer].add_done_callback(partial(lambda peer, _: probes.pop(peer, None), peer))
+            next_probe = min(
+                (probed_at[peer] + PROBE_SECONDS - now for peer in missing if peer in probed_at),
+                default=PROBE_SECONDS,
+            )
+            pause = min(max(next_probe, MIN_PAUSE_SECONDS), group.next_change(now))
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(pause):
+                    await group.changed.wait()
 
     def _finish(self, group: PendingGroup, expected: list[str], reason: str) -> None:
         waited_for = {*expected, *self._membership.expected()} - self._sitting_out(group.key)
@@ -451,7 +461,8 @@ class Coordinator:
         except PeerRefusedError:
             return
         except (PeerError, DeadlineError) as error:
-            self._leaders.lost(peer, str(error))
+            if not group.over:
+                self._leaders.lost(peer, str(error))
             return
         finally:
             group.changed.set()
