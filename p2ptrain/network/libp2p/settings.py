@@ -85,4 +85,8 @@ class Libp2pSettings(NetworkSection):
         # p2pd starts two relay services. With one thread the one with generous limits starts last, and serves; see
         # `p2ptrain.node.nat.relaying`.
         threads = {"GOMAXPROCS": "1"} if self.relay else {}
-        return {"GOLOG_LOG_LEVEL": "error", "GOLOG_LOG_FMT": "nocolor", **threads}
+        # By default a daemon dials from the port at which it listens. If two dial each other within a round trip, TCP
+        # opens one connection, both begin the handshake, it fails, and libp2p dials neither again for 5 s. Only hole
+        # punching, for private peers, depends on that port.
+        ports = {} if self.force_reachability == "private" else {"LIBP2P_TCP_REUSEPORT": "false"}
+        return {"GOLOG_LOG_LEVEL": "error", "GOLOG_LOG_FMT": "nocolor", **threads, **ports}
