@@ -367,7 +367,7 @@ class Coordinator:
         can_be_full &= key.level > 0 or table.is_led_by(here, undrawn)
         # Voters that are there may refuse again and again: then every other attempt does without them. They were asked
         # in none of the attempts on lower levels, of which each delegate made one at least.
-        tries = table.view(tickets, 1) - key.level if tickets else 0
+        tries = table.num_attempts(tickets) - key.level if tickets else 0
         if can_be_full and (tries < ATTEMPTS_BEFORE_REDUCED or tries % 2 == 0 or not may_reduce(table, tickets)):
             return False
         return True if may_reduce(table, tickets) else None

@@ -229,15 +229,25 @@ class Table:
         leading = (self.leading, self.leading - undrawn)
         return any(not each or 3 * len(each.intersection(peers)) > len(each) for each in leading)
 
-    def view(self, tickets: Iterable[Ticket], most: int = MOST_VIEWS) -> int:
+    def view(self, tickets: Iterable[Ticket]) -> int:
         """Return the view of an attempt: the highest that a leading member claims, after those that it voted in.
 
-        It is at ``most`` so many more than what more than a third of them claim: voters never go back to an earlier
+        It is at most `MOST_VIEWS` more than what more than a third of them claim: voters never go back to an earlier
         view, and a liar would use up all views. A member may have voted in many while it was alone.
         """
+        highest, common = self._claimed_views(tickets)
+        return min(highest, common + MOST_VIEWS)
+
+    def num_attempts(self, tickets: Iterable[Ticket]) -> int:
+        """Return how many attempts there were: as many as more than a third of those that lead claim, or one more."""
+        highest, common = self._claimed_views(tickets)
+        return min(highest, common + 1)
+
+    def _claimed_views(self, tickets: Iterable[Ticket]) -> tuple[int, int]:
+        """Return the highest view that a leading member claims, and the highest that more than a third reach."""
         claims = {ticket.peer: ticket.view for ticket in tickets}
         views = sorted((claims[peer] for peer in self.leading & claims.keys() or claims), reverse=True)
-        return min(views[0], views[max(len(views) // 3, min(1, len(views) - 1))] + most)
+        return views[0], views[max(len(views) // 3, min(1, len(views) - 1))]
 
     def is_stopped_without(self, peers: Collection[str]) -> bool:
         """True if no full certificate is possible without these peers: they are more than a third of the electorate."""
