@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from p2ptrain.manifest import AveragingSpec
-from p2ptrain.network.simulated import SimulatedNetwork, simulate
+from p2ptrain.network.simulated import LinkModel, SimulatedNetwork, simulate
+from p2ptrain.network.simulated.streams import SimulatedStream
+from p2ptrain.tasks import together
 from tests.support.coroutines import simulated
 from tests.support.sim.averagers import AveragingPeer, start_averagers, stop_averagers
 from tests.support.sim.peers import until
@@ -168,3 +170,32 @@ async def test_who_sends_slowly_does_not_blame_the_other_for_waiting(network: Si
     for each in started:
         assert [outcome.attempts for outcome in each.outcomes] == [1, 1, 1]
         assert all(len(o.result.certificate.body.contributors) == 2 for o in each.outcomes)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_round_without_failures_aborts_no_stream(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A real stream that is aborted ends its connection, and the spare ones to that peer."""
+    aborted: list[str] = []
+    abort = SimulatedStream.abort
+
+    def count(stream: SimulatedStream) -> None:
+        if not stream.over:
+            aborted.append(stream.remote)
+        abort(stream)
+
+    async def main(network: SimulatedNetwork) -> None:
+        peers = await start_averagers(network, [network.add_peer(f"peer-{index}") for index in range(4)], SPEC, 1000)
+        monkeypatch.setattr(SimulatedStream, "abort", count)
+
+        async def average(peer: AveragingPeer) -> None:
+            await asyncio.sleep(network.random.uniform(0.0, 0.1))
+            await peer.round()
+
+        for _ in range(6):
+            await together("round", map(average, peers))
+        await asyncio.sleep(2.0)
+        assert not aborted
+        monkeypatch.undo()
+        await stop_averagers(peers)
+
+    simulate(main, seed, model=LinkModel(latency_seconds=(0.01, 0.05)))

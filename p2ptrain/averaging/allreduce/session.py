@@ -496,7 +496,7 @@ class AllReduceSession:
         """End the streams that this member opened.
 
         A complete stream ends in order, so that its connection can be reused. After a certificate, this also holds for
-        a stream that only waits for signatures, if they arrive soon.
+        a stream that only waits for signatures or for a vote, if they arrive soon.
         """
         if self._closing_mask is not None:
             self._closing_mask.cancel()
@@ -504,9 +504,10 @@ class AllReduceSession:
         await self.verifier.stop()
         certified = self.is_certified.is_set()
         cut = [task for task, m in self._outgoing.items() if not (m.is_through or (certified and m.has_mean))]
-        for task in (*cut, *self._asking):
+        asking = [] if certified else self._asking
+        for task in (*cut, *asking):
             task.cancel()
-        await until_ended(*cut, *self._asking)
+        await until_ended(*cut, *asking)
         for task in cut:
             del self._outgoing[task]
 
@@ -514,10 +515,11 @@ class AllReduceSession:
         """End all streams; with ``linger``, first serve mean and signature for up to `LINGER_SECONDS`."""
         await self._stop_sending()
         await self.incoming.close(LINGER_SECONDS if linger else 0.0)
-        if unfinished := [task for task, member in self._outgoing.items() if not member.is_through]:
+        unfinished = [task for task, member in self._outgoing.items() if not member.is_through]
+        if unfinished := [*unfinished, *self._asking]:
             _, late = await asyncio.wait(unfinished, timeout=FORWARD_SECONDS)
             for task in late:
                 task.cancel()
-        await until_ended(*self._outgoing)
+        await until_ended(*self._outgoing, *self._asking)
         self._outgoing.clear()
         self.contribution = replace(self.contribution, origin=None)  # Release it: streams refer to the session.
