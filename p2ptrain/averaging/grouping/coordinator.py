@@ -103,7 +103,7 @@ class Coordinator:
         return True
 
     def turned(self, key: Key) -> None:
-        """Go on once another turn has begun: lead, or send the tickets of earlier turns back.
+        """Go on once another turn has begun: lead, or send the tickets of turns until then back.
 
         If no member table says whose turn it is, all tickets go to the leader that this peer follows.
         """
@@ -115,7 +115,7 @@ class Coordinator:
             if follows == key and leader != own and group.members:
                 group.answer_all(messages.Redirected(leader))
         elif self._leaders.first(key) != own:
-            group.dismiss_before(self._leaders.turn(key))
+            group.dismiss_until(self._leaders.turn(key))
         group.stir()
 
     def _is_leading(self, group: PendingGroup) -> bool:

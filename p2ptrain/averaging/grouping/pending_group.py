@@ -215,10 +215,10 @@ class PendingGroup:
             member.answer.set_result(Refused(reason))
             self.remove(peer, member.answer)
 
-    def dismiss_before(self, turn: int) -> None:
-        """Send the tickets of earlier turns back."""
+    def dismiss_until(self, turn: int) -> None:
+        """Send the tickets of this turn and of earlier ones back."""
         for member in self.members.values():
-            if member.turn < turn and not member.answer.done():
+            if member.turn <= turn and not member.answer.done():
                 member.answer.set_result(Later())
 
     def has(self, peer: str) -> bool:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from p2ptrain.averaging.grouping.cells import Key
-from p2ptrain.averaging.grouping.messages import Formed, Refused
+from p2ptrain.averaging.grouping.messages import Formed, Later, Refused
 from p2ptrain.averaging.grouping.pending_group import PendingGroup, Situation, decide
 from p2ptrain.averaging.protocol.certificate import Head, Ticket
 from p2ptrain.averaging.protocol.table import Row, Table
@@ -125,6 +125,16 @@ async def test_of_a_cell_one_peer_speaks_until_it_is_dismissed() -> None:
     assert group.holder("a1") == "a2"
     assert group.form() == ["a2"]
     assert group.holder("a1") == "", "of a group that is over nobody holds a place"
+
+
+@simulated(seed=1)
+async def test_a_peer_whose_turn_is_over_keeps_later_tickets_alone() -> None:
+    """One of its new turn came while its turn had not begun: who leads now waits for it elsewhere."""
+    group = PendingGroup(HEAD, KEY, SPEC, GlobalBatch(0))
+    answers = [group.add(ticket(f"peer {turn}"), 0.0, turn=turn) for turn in range(4)]
+    group.dismiss_until(2)
+    assert [answer.done() for answer in answers] == [True, True, True, False]
+    assert all(isinstance(answer.result(), Later) for answer in answers[:3])
 
 
 @simulated(seed=1)
