@@ -97,17 +97,22 @@ class Tasks:
         return self._create(coroutine, name, self._called)
 
     async def close(self, grace_seconds: float = 0.0) -> None:
-        """Wait up to ``grace_seconds`` for the tasks, then cancel the rest and wait for them; idempotent."""
+        """Wait up to ``grace_seconds`` for the tasks, then cancel the rest and wait for them; idempotent.
+
+        A cancellation ends the grace period.
+        """
         own = asyncio.current_task()
-        if grace_seconds and (tasks := [task for task in self._running if task is not own]):
-            await asyncio.wait(tasks, timeout=grace_seconds)
-        self._is_closing = True
-        while tasks := [task for task in self._running if task is not own]:  # A task may start another as it ends.
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks)
-            for task in tasks:
-                self._running.pop(task, None)
+        try:
+            if grace_seconds and (tasks := [task for task in self._running if task is not own]):
+                await asyncio.wait(tasks, timeout=grace_seconds)
+        finally:
+            self._is_closing = True
+            while tasks := [task for task in self._running if task is not own]:  # A task may start another as it ends.
+                for task in tasks:
+                    task.cancel()
+                await asyncio.wait(tasks)
+                for task in tasks:
+                    self._running.pop(task, None)
 
     async def join(self) -> None:
         while self._running:

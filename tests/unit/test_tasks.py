@@ -294,6 +294,19 @@ async def test_closing_waits_as_long_as_told_and_for_what_an_end_starts() -> Non
 
 
 @simulated()
+async def test_a_cancelled_owner_ends_its_tasks_though_it_waits_for_them() -> None:
+    tasks = Tasks()
+    running = tasks.start(forever(), "runs")
+    closing = asyncio.create_task(tasks.close(grace_seconds=60.0))
+    await asyncio.sleep(1.0)
+    closing.cancel()
+    await asyncio.wait({closing})
+    assert closing.cancelled()
+    assert running.cancelled()
+    assert not len(tasks)
+
+
+@simulated()
 async def test_a_change_runs_to_its_end_though_its_caller_is_cancelled() -> None:
     done = []
 
