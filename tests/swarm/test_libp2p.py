@@ -43,8 +43,11 @@ async def test_peer_ids_agree_with_hivemind_and_the_daemon() -> None:
 async def test_only_a_private_peer_dials_from_the_port_at_which_it_listens(reachability: str | None) -> None:
     """Two that dial each other from there at once open one TCP connection, whose handshake fails at both ends."""
     port = free_port()
-    settings = {"listen": (f"/ip4/127.0.0.1/tcp/{port}",), "force_reachability": reachability}
-    async with loopback_transport(**settings) as (_, a), loopback_transport() as (_, b):
+    listen = (f"/ip4/127.0.0.1/tcp/{port}",)
+    async with (
+        loopback_transport(listen=listen, force_reachability=reachability) as (_, a),
+        loopback_transport() as (_, b),
+    ):
         await a.connect(await b.addresses(), 10)
         (address,) = [address for remote, address in await b.connections() if remote == a.peer_id]
         assert (address == f"/ip4/127.0.0.1/tcp/{port}") == (reachability == "private"), address
