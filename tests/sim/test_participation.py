@@ -32,7 +32,7 @@ class Rounds:
         )  # fmt: skip
         self.heads: dict[bytes, Head] = {}
         self.liar = ""
-        self.trained: set[tuple[str, int]] = set()
+        self.trained: set[tuple[str, bytes]] = set()
         self.swarm.before_step = self._look
         for name in SITES:
             words = "\n".join(f"{name}{number:05d}" for number in range(200))
@@ -46,7 +46,7 @@ class Rounds:
         for each in self.swarm.nodes.values():
             if (synchronizer := each.held.synchronizer) is not None:
                 self.heads[synchronizer.head.lineage] = synchronizer.head
-        self.trained.add((self.ids[name], self.swarm.sync(name).head.round))
+        self.trained.add((self.ids[name], self.swarm.sync(name).head.lineage))
 
     def check(self) -> list[int]:
         """Check that no site but those that are drawn trained; return the numbers of those that contributed."""
@@ -55,7 +55,7 @@ class Rounds:
             body = Certificate.from_bytes(head.certificate, self.swarm.manifest.digest, Signs("")).body
             reduced |= {body.lineage} if body.is_reduced else set()
             undrawn = self.heads[body.lineage].table.undrawn(body.lineage, SHARE, 1)
-            trained = {peer for peer, round_ in self.trained if round_ == body.round} - {self.liar}
+            trained = {peer for peer, lineage in self.trained if lineage == body.lineage} - {self.liar}
             assert undrawn.isdisjoint(trained) or body.lineage in reduced
             assert undrawn.isdisjoint(body.members) or body.lineage in reduced
             numbers.append(sum(body.peers[index] for index, *_ in body.contributors))
@@ -161,6 +161,6 @@ async def test_a_site_that_trains_and_leads_as_if_all_were_drawn_gets_into_no_ot
     assert len(rounds.swarm.heads()) == 1
     # In its turns to lead it costs attempts, and a full round now and then.
     assert blind or 2 * sum(head.is_reduced for head in rounds.heads.values()) < len(rounds.heads)
-    undrawn = [h.round for h in rounds.heads.values() if rounds.liar in h.table.undrawn(h.lineage, SHARE, 1)]
-    assert {(rounds.liar, round_) for round_ in undrawn if round_ > 3} & rounds.trained
+    undrawn = [h for h in rounds.heads.values() if rounds.liar in h.table.undrawn(h.lineage, SHARE, 1)]
+    assert {(rounds.liar, head.lineage) for head in undrawn if head.round > 3} & rounds.trained
     rounds.check()
