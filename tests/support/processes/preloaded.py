@@ -5,6 +5,7 @@ that asked for it: the server forks twice and, meanwhile, that process adopts wh
 (``PR_SET_CHILD_SUBREAPER``). So signals, exit codes and the tree of processes are those of any child. Linux only.
 """
 
+import atexit
 import ctypes
 import gc
 import importlib
@@ -116,6 +117,7 @@ class Server:
                 stdout=subprocess.DEVNULL, pass_fds=[theirs.fileno()],
             )  # fmt: skip
             theirs.close()
+            atexit.register(self._socket.close)
             process.returncode = 0  # It outlives this object, and ends with this process: no warning about that.
             self.process_ids.add(process.pid)
         return self._socket
