@@ -1,4 +1,4 @@
-"""What slow, stopped and unreachable members cost the others of a group; in virtual time, with vectors of real size."""
+"""Costs of slow, stopped and unreachable members for the others of a group. Time is virtual, sizes are real."""
 
 import asyncio
 import functools
