@@ -94,6 +94,8 @@ class Pool:
         return None
 
     def _take_back(self, pages: mmap.mmap) -> None:
+        if len(pages) > self._max_kept_bytes:
+            return
         with contextlib.suppress(AttributeError, OSError):
             pages.madvise(mmap.MADV_FREE)
         self._kept.append(pages)

@@ -78,6 +78,14 @@ def test_the_memory_that_was_idle_longest_goes_first() -> None:
     assert {bytes(buffer[:1]) for buffer in again} == {b"b", b"c"}
 
 
+def test_a_buffer_beyond_the_bound_drops_no_idle_memory() -> None:
+    pool = Pool(max_kept_bytes=2 * SIZE)
+    small, large = pool.lend(SIZE), pool.lend(3 * SIZE)
+    del small
+    del large
+    assert pool.kept_bytes == SIZE
+
+
 def test_the_system_may_take_idle_memory() -> None:
     pool = Pool()
     pool.lend(SIZE)[:] = bytes([1]) * SIZE

@@ -515,11 +515,12 @@ class AllReduceSession:
         """End all streams; with ``linger``, first serve mean and signature for up to `LINGER_SECONDS`."""
         await self._stop_sending()
         await self.incoming.close(LINGER_SECONDS if linger else 0.0)
-        unfinished = [task for task, member in self._outgoing.items() if not member.is_through]
-        if unfinished := [*unfinished, *self._asking]:
+        waiting = [task for task, member in self._outgoing.items() if not member.is_through]
+        if unfinished := [*waiting, *self._asking]:
             _, late = await asyncio.wait(unfinished, timeout=FORWARD_SECONDS)
             for task in late:
                 task.cancel()
         await until_ended(*self._outgoing, *self._asking)
         self._outgoing.clear()
+        self._asking.clear()
         self.contribution = replace(self.contribution, origin=None)  # Release it: streams refer to the session.

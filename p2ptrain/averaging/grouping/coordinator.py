@@ -103,7 +103,7 @@ class Coordinator:
         return True
 
     def turned(self, key: Key) -> None:
-        """Go on once another turn has begun: lead, or send the tickets of turns until then back.
+        """Go on once another turn has begun: lead, or send back the tickets of that turn and of earlier ones.
 
         If no member table says whose turn it is, all tickets go to the leader that this peer follows.
         """
