@@ -29,8 +29,8 @@ def commented_toml(
 ) -> str:
     """Return TOML text of settings, with every key's docstring as a comment above the key.
 
-    Unused keys are omitted. If all keys are written, unused sections and missing optional ones are written as comments,
-    the latter with example values.
+    Unused keys are omitted. If all keys are written, unused sections and missing optional keys and sections are written
+    as comments, the latter two with example values.
 
     Args:
         settings: All settings, or a section.
@@ -52,6 +52,10 @@ def commented_toml(
             }
             if is_written is None:
                 sections.append(_as_comments(name, optional, keys))
+        elif value is None:
+            if is_written is None and field.examples:
+                lines = [*_comment(field.description or ""), f"# {name} = {_value(field.examples[0])}"]
+                plain.append("\n".join(lines))
         elif isinstance(value, Section):
             text = commented_toml(value, is_written, f"{name}.").strip()
             if text or optional is not None:  # An optional section has its effect by being there.

@@ -79,40 +79,52 @@ SPARSE_FEEDBACK_DECAY = 0.95
 """Default of ``feedback_decay`` under ``topk``: SparseLoCo (arXiv 2508.15706)."""
 
 
-OWN_FAMILIES = ("llama", "gpt2", "vit")
+ROTARY_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+"""Families that `p2ptrain.models.families.llama` builds."""
+OWN_FAMILIES = (*ROTARY_FAMILIES, "gpt2", "vit")
 """Built-in model families. A family of another package, or ``custom``, may use any key."""
 
 
 def _families(*names: str) -> Need:
-    words = " or ".join(f'family = "{name}"' for name in names)
-    return Need("family", lambda family: family in names or family not in OWN_FAMILIES, words)
+    *others, last = names
+    words = f"{', '.join(others)} or {last}" if others else last
+    return Need("family", lambda family: family in names or family not in OWN_FAMILIES, f"family = {words}")
+
+
+_Factor = Annotated[float, Field(gt=0, le=1e6)]
+RopeScaling = tuple[_Factor, _Factor, _Factor, Annotated[int, Field(ge=1, le=1 << 24)]]
+"""Factor, factor of low frequencies, factor of high frequencies, and context of `ModelSpec.rope_scaling`."""
 
 
 class ModelSpec(Section):
     """Which model the swarm trains."""
 
     needs: ClassVar[dict[str, Need]] = {
-        "kv_heads": _families("llama"),
-        "vocabulary": _families("llama", "gpt2"),
-        "context": _families("llama", "gpt2"),
-        "tied_embeddings": _families("llama", "gpt2"),
-        "rope_theta": _families("llama"),
+        "kv_heads": _families(*ROTARY_FAMILIES),
+        "head_width": _families(*ROTARY_FAMILIES),
+        "vocabulary": _families(*ROTARY_FAMILIES, "gpt2"),
+        "context": _families(*ROTARY_FAMILIES, "gpt2"),
+        "tied_embeddings": _families(*ROTARY_FAMILIES, "gpt2"),
+        "rope_theta": _families(*ROTARY_FAMILIES),
+        "rope_scaling": _families(*ROTARY_FAMILIES),
         "image_size": _families("vit"),
         "patch_size": _families("vit"),
         "channels": _families("vit"),
         "classes": _families("vit"),
     }
     family: str = Field("llama", pattern=EXTENSION_PATTERN)
-    """``llama``, ``gpt2`` or ``vit`` (built here from the settings below), one that an installed package brings, or
-    ``custom`` (the researcher's own script builds it)."""
+    """``llama``, ``mistral``, ``qwen2``, ``qwen3``, ``gpt2`` or ``vit`` (built here from the settings below), one that an
+    installed package brings, or ``custom`` (the researcher's own script builds it)."""
     layers: int = Field(4, ge=1, le=1024)
     """Transformer blocks."""
     hidden: int = Field(128, ge=8, le=65536)
     """Width of the residual stream."""
     heads: int = Field(4, ge=1, le=1024)
-    """Attention heads; must divide ``hidden``."""
+    """Attention heads; must divide ``hidden``, unless ``head_width`` is given."""
     kv_heads: int = Field(default_factory=lambda given: given.get("heads", 4), ge=1, le=1024)
     """Key/value heads (grouped-query attention); must divide ``heads``, and are as many unless given."""
+    head_width: int | None = Field(None, ge=2, le=65536, examples=[64])
+    """Values of a head; ``hidden / heads`` unless given."""
     intermediate: int = Field(352, ge=8, le=1 << 20)
     """Width of the feed-forward layer."""
     vocabulary: int = Field(256, ge=2, le=1 << 20)
@@ -123,6 +135,9 @@ class ModelSpec(Section):
     """Whether input and output embeddings share one matrix."""
     rope_theta: float = Field(10_000.0, gt=0, le=1e12)
     """The base of the rotary positions' wavelengths."""
+    rope_scaling: RopeScaling | None = Field(None, examples=[[8.0, 1.0, 4.0, 8192]])
+    """Of a model that was stretched as Llama 3.1 was: the factor, the factors of low and of high frequencies, and the
+    context before. 'p2ptrain init --model' writes it."""
     norm_epsilon: float = Field(1e-5, gt=0, le=1)
     """Added by normalisation layers to the variance, or to the mean square."""
     image_size: int = Field(28, ge=1, le=1 << 16)
@@ -149,11 +164,18 @@ class ModelSpec(Section):
                 f"model.weights = {self.weights!r} with {len(self.weight_digests)} model.weight_digests: both, or"
                 " neither; 'p2ptrain init --model' writes them"
             )
-        if self.hidden % self.heads:
+        if self.head_width is None and self.hidden % self.heads:
             raise ValueError(f"model.heads = {self.heads} must divide model.hidden = {self.hidden}")
         if self.heads % self.kv_heads:
             raise ValueError(f"model.kv_heads = {self.kv_heads} must divide model.heads = {self.heads}")
+        if self.rope_scaling is not None and not self.rope_scaling[1] < self.rope_scaling[2]:
+            raise ValueError("model.rope_scaling: the second number, of low frequencies, must be less than the third")
         return self
+
+    @property
+    def width_of_head(self) -> int:
+        """The values of an attention head."""
+        return self.head_width or self.hidden // self.heads
 
 
 class DataSpec(Section):

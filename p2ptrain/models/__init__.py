@@ -36,6 +36,9 @@ FAMILIES = Extensions(
     Family,
     {
         "llama": "p2ptrain.models.families.llama:Llama",
+        "mistral": "p2ptrain.models.families.llama:Mistral",
+        "qwen2": "p2ptrain.models.families.llama:Qwen2",
+        "qwen3": "p2ptrain.models.families.llama:Qwen3",
         "gpt2": "p2ptrain.models.families.gpt2:GPT2",
         "vit": "p2ptrain.models.families.vit:ViT",
     },
@@ -155,7 +158,7 @@ def estimate_memory_bytes(manifest: Manifest, span: Span | None = None, paramete
     span = span or Span(0, len(blocks))
     parameter_bytes = trained_bytes(manifest) if parameter_bytes is None else parameter_bytes
     tokens = manifest.training.local_batch * family.tokens(spec)
-    per_layer = 16 * spec.hidden + 5 * spec.intermediate + 4 * spec.kv_heads * (spec.hidden // spec.heads)
+    per_layer = 16 * spec.hidden + 5 * spec.intermediate + 4 * spec.kv_heads * spec.width_of_head
     num_layers = min(span.stop, len(blocks) - 1) - max(span.start, 1)
     values = num_layers * per_layer + (4 * family.outputs(spec) if span.stop == len(blocks) else 0)
     held = sum(math.prod(shape) for shape in stage_shapes(blocks, span).values())
@@ -172,7 +175,7 @@ def estimate_serving_bytes(spec: ModelSpec, span: Span, weight_bytes: float, cac
         cache: Bytes of keys and values.
         base_bytes: Of a parameter of the frozen base that adapters need besides; 0 for none.
     """
-    blocks, width = model_blocks(spec), spec.hidden // spec.heads
+    blocks, width = model_blocks(spec), spec.width_of_head
     held = sum(math.prod(shape) for shape in stage_shapes(blocks, span).values())
     num_layers = max(1, min(span.stop, len(blocks) - 1) - max(span.start, 1))
     journals = cache * spec.hidden // (num_layers * spec.kv_heads * width)  # Inputs and outputs, keys and values.

@@ -83,7 +83,7 @@ class Family(ABC):
         for number, block in enumerate(blocks):
             names = [name for name in block.shapes if name not in self.lookups] + list(block.tied.values())
             products = sum(math.prod(shapes[name]) for name in names if len(shapes[name]) > 1)
-            attention = 2 * tokens * spec.hidden if 0 < number < len(blocks) - 1 else 0
+            attention = 2 * tokens * spec.heads * spec.width_of_head if 0 < number < len(blocks) - 1 else 0
             found.append(tokens * (products + attention))
         return found
 

@@ -305,10 +305,11 @@ static void linear8(const struct op *op, const struct batch *batch, long item) {
 
 /* Normalisation, activation, addition: a row. */
 
-static void norm(const struct op *op, long row) {
+/* `inputs` values; x and y may be one. */
+static void normalise(const struct op *op, const float *x, float *y) {
     long width = op->inputs;
-    const float *x = (const float *)op->x + row * width, *weight = op->weight;
-    float *y = (float *)op->y + row * width, mean = 0;
+    const float *weight = op->weight;
+    float mean = 0;
     vec acc[PARTS] = {0};
     if (op->kind == LAYER_NORM) {
         for (long k = 0; k < width; k += LANES)
@@ -331,6 +332,16 @@ static void norm(const struct op *op, long row) {
         float value = weight[k] * (y[k] * inverse);
         y[k] = op->kind == LAYER_NORM ? value + op->bias[k] : value;
     }
+}
+
+static void norm(const struct op *op, long row) {
+    normalise(op, (const float *)op->x + row * op->inputs, (float *)op->y + row * op->inputs);
+}
+
+/* `outputs` heads of `inputs` values each, in place. */
+static void norm_heads(const struct op *op, long row) {
+    float *head = (float *)op->y + row * op->stride;
+    for (long i = 0; i < op->outputs; i++, head += op->inputs) normalise(op, head, head);
 }
 
 /* e ** x for x <= 88 (Cephes' expf); 0 below -87. */
@@ -540,6 +551,7 @@ static long count_items(const struct op *op, const struct batch *batch) {
 static void run_item(const struct op *op, const struct batch *batch, long item, long thread) {
     switch ((enum kind)op->kind) {
         case RMS_NORM: case LAYER_NORM: norm(op, item); break;
+        case HEAD_NORM: norm_heads(op, item); break;
         case LINEAR: linear(op, batch, item); break;
         case DIGITS: digits(op, item); break;
         case LINEAR8: linear8(op, batch, item); break;

@@ -328,16 +328,29 @@ INLINE float sum_row(const float *x, long width, float mean, const int squares) 
     return (b[0] + b[2]) + (b[1] + b[3]);
 }
 
-OUTLINE void norm(const struct op *op, long row) {
+/* `inputs` values; x and y may be one. */
+OUTLINE void normalise(const struct op *op, const float *x, float *y) {
     const long width = op->inputs;
     const int centers = op->kind == LAYER_NORM;
-    const float *x = (const float *)op->x + row * width, *weight = (const float *)op->weight;
-    float *y = (float *)op->y + row * width, mean = 0;
+    const float *weight = (const float *)op->weight;
+    float mean = 0;
     if (centers) mean = sum_row(x, width, 0, 0) / (float)width;
     float inverse = 1.0f / sqrtf(sum_row(x, width, mean, 1) / (float)width + op->factor);
     for (long k = THREAD; k < width; k += THREADS) {
         float value = weight[k] * ((centers ? x[k] - mean : x[k]) * inverse);
         y[k] = centers ? value + op->bias[k] : value;
+    }
+}
+
+INLINE void norm(const struct op *op, long row) {
+    normalise(op, (const float *)op->x + row * op->inputs, (float *)op->y + row * op->inputs);
+}
+
+/* `outputs` heads of `inputs` values each, in place. */
+INLINE void norm_heads(const struct op *op, long rows) {
+    for (long i = BLOCK; i < rows * op->outputs; i += BLOCKS) {
+        float *head = (float *)op->y + i / op->outputs * op->stride + i % op->outputs * op->inputs;
+        normalise(op, head, head);
     }
 }
 
@@ -523,6 +536,7 @@ KERNEL run(const struct op *ops, CONSTANT struct batch batch) {
         const struct op op = ops[i];
         switch (op.kind) {
             case RMS_NORM: case LAYER_NORM: ROWS_OF(norm) break;
+            case HEAD_NORM: norm_heads(&op, batch.rows); break;
             case LINEAR: linear(&op, batch.rows); break;
             case DIGITS: ROWS_OF(digits) break;
             case LINEAR8: linear8(&op, batch.rows); break;

@@ -45,6 +45,7 @@ class Kind(IntEnum):
     SILU = 7
     GELU = 8
     ADD = 9
+    HEAD_NORM = 10
 
 
 class Operation(ctypes.Structure):

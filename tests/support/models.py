@@ -17,6 +17,10 @@ SMALL = {**SIZES, "context": 16, "vocabulary": 50}
 SPECS = {
     "llama": ModelSpec(family="llama", **SMALL, kv_heads=2, norm_epsilon=1e-6, rope_theta=500.0),
     "llama, untied": ModelSpec(family="llama", **SMALL, tied_embeddings=False),
+    "llama, stretched": ModelSpec(family="llama", **SMALL, rope_theta=50.0, rope_scaling=(8.0, 1.0, 4.0, 8)),
+    "mistral": ModelSpec(family="mistral", **SMALL, kv_heads=1, tied_embeddings=False, head_width=6),
+    "qwen2": ModelSpec(family="qwen2", **SMALL, kv_heads=2, rope_theta=1e6),
+    "qwen3": ModelSpec(family="qwen3", **SMALL, kv_heads=2, head_width=10, norm_epsilon=1e-6),
     "gpt2": ModelSpec(family="gpt2", **SMALL),
     "gpt2, untied": ModelSpec(family="gpt2", **SMALL, tied_embeddings=False),
     "vit": ModelSpec(family="vit", **SIZES, norm_epsilon=1e-12, image_size=8, patch_size=2, channels=3, classes=5),

@@ -165,9 +165,12 @@ def test_garbage_is_refused_with_one_line(data: bytes) -> None:
         ({"trainin": {}}, "did you mean 'training'"),
         ({"training": {"evry": 1}}, "did you mean 'every'"),
         ({"model": {"heads": 3}}, "must divide"),
-        ({"model": {"family": "vit", "rope_theta": 1e4}}, 'rope_theta is used with family = "llama" alone'),
+        ({"model": {"family": "vit", "rope_theta": 1e4}}, "rope_theta is used with family = llama, mistral, qwen2 or"),
+        ({"model": {"heads": 3, "head_width": 1}}, "head_width"),
+        ({"model": {"rope_scaling": [8, 4, 4, 8192]}}, "must be less than the third"),
+        ({"model": {"rope_scaling": [8, 1, 4]}}, "rope_scaling"),
         ({"model": {"family": "gpt2", "kv_heads": 4}}, "family is 'gpt2': remove kv_heads"),
-        ({"model": {"image_size": 28}}, 'image_size is used with family = "vit" alone'),
+        ({"model": {"image_size": 28}}, "image_size is used with family = vit alone"),
         ({"training": {"global_batch": 24}}, "global_batch is used with every = 1 alone, and every is 32"),
         ({"training": {"every": 1, "outer": "average"}}, "outer is used with every > 1 alone"),
         ({"training": {"outer_momentum": 0.5}}, 'outer_momentum is used with outer = "nesterov" or "adam" alone'),
@@ -304,12 +307,13 @@ def test_each_outer_optimizer_has_a_learning_rate_of_its_own() -> None:
         assert parse_manifest({"training": {"outer": outer}}, "a").training.outer_learning_rate == rate
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "vit"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "vit"])
 @pytest.mark.parametrize("every", [1, 32])
 def test_settings_without_a_use_are_neither_on_the_wire_nor_in_a_file(family: str, every: int) -> None:
     manifest = parse_manifest({"model": {"family": family}, "training": {"every": every}}, "a")
     sent = msgpack.unpackb(manifest.to_bytes())
-    assert ("rope_theta" in sent["model"]) == (family == "llama")
+    assert ("rope_theta" in sent["model"]) == (family in ("llama", "qwen3"))
+    assert "head_width" not in sent["model"]
     assert ("image_size" in sent["model"]) == (family == "vit")
     assert ("outer" in sent["training"]) == (every > 1)
     assert ("global_batch" in sent["training"]) == (every == 1)

@@ -19,11 +19,15 @@ from p2ptrain.native.exact import AnyKernels, load_kernels
 
 logger = logging.getLogger(__name__)
 
-DIGEST = "8e03dbdd7d83d6a653c692b50367dabaede0f21e98e20a309b988a136541038b"
+DIGEST = "965e4713bf0479d4dd9b3586eab42231b14ee697aa31680430edf72eebd4661c"
 """SHA-256 of the models' logits, on any CPU and GPU."""
 
 _SHAPE = {"layers": 2, "hidden": 60, "heads": 6, "intermediate": 83, "vocabulary": 70, "context": 160}
-_SPECS = (ModelSpec(family="llama", kv_heads=2, **_SHAPE), ModelSpec(family="gpt2", **_SHAPE))
+_SPECS = (
+    ModelSpec(family="llama", kv_heads=2, **_SHAPE),
+    ModelSpec(family="gpt2", **_SHAPE),
+    ModelSpec(family="qwen3", kv_heads=3, head_width=14, rope_scaling=(4.0, 1.0, 4.0, 64), **_SHAPE),
+)
 """Odd widths, grouped heads, and more positions than two pages."""
 
 

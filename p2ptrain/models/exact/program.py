@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from p2ptrain.errors import UsageError
-from p2ptrain.manifest import ModelSpec
+from p2ptrain.manifest import ROTARY_FAMILIES, ModelSpec, RopeScaling
 from p2ptrain.models.families.layers import Affine
 from p2ptrain.models.int8 import Frozen, dequantize, quantize
 from p2ptrain.models.stage import Stage
@@ -127,6 +127,13 @@ class Program:
         width = len(module.weight)
         self.add(Op(kind, x, y, width, weight=_copy(module.weight), bias=bias, factor=epsilon))
 
+    def norm_heads(self, module: Any, epsilon: float, column: int, heads: int, total: int) -> None:
+        """Normalise some heads in ``heads``, a buffer of ``total`` values a row, from ``column`` on."""
+        width = len(module.weight)
+        self.add(Op(
+            Kind.HEAD_NORM, "heads", "heads", width, heads, total, column, factor=epsilon, weight=_copy(module.weight)
+        ))  # fmt: skip
+
     def linear(self, modules: Sequence[nn.Module], x: str, y: str, *, adds: bool = False) -> None:
         """Add linear layers with one input; their outputs stand side by side in ``y``, or are added to it."""
         layers, adapters = zip(*map(_unwrap, modules), strict=True)
@@ -174,6 +181,10 @@ def _llama_layer(program: Program, spec: ModelSpec, number: int, layer: Any) -> 
     at, mlp, epsilon = layer.self_attn, layer.mlp, spec.norm_epsilon
     program.norm(layer.input_layernorm, epsilon, "hidden", "normed")
     program.linear((at.q_proj, at.k_proj, at.v_proj), "normed", "heads")
+    if hasattr(at, "q_norm"):
+        queries, total = spec.heads * spec.width_of_head, (spec.heads + 2 * spec.kv_heads) * spec.width_of_head
+        program.norm_heads(at.q_norm, epsilon, 0, spec.heads, total)
+        program.norm_heads(at.k_norm, epsilon, queries, spec.kv_heads, total)
     _attention(program, spec, number)
     program.linear((at.o_proj,), "mixed", "hidden", adds=True)
     program.norm(layer.post_attention_layernorm, epsilon, "hidden", "normed")
@@ -194,20 +205,24 @@ def _gpt2_layer(program: Program, spec: ModelSpec, number: int, layer: Any) -> N
 
 
 def _attention(program: Program, spec: ModelSpec, number: int) -> None:
-    width = spec.hidden // spec.heads
-    total = (spec.heads + 2 * spec.kv_heads) * width
+    width = spec.width_of_head
+    total, mixed = (spec.heads + 2 * spec.kv_heads) * width, spec.heads * width
     program.add(Op(Kind.PLACE, "heads", "heads", total, stride=total, layer=number, factor=width**-0.5))
-    program.add(Op(Kind.ATTEND, "heads", "mixed", total, spec.hidden, spec.hidden, layer=number))
+    program.add(Op(Kind.ATTEND, "heads", "mixed", total, mixed, mixed, layer=number))
 
 
 class Geometry(NamedTuple):
-    """Shape of attention in all layers of a stage; ``theta`` is 0 without rotary positions."""
+    """Shape of attention in all layers of a stage; ``theta`` is 0 without rotary positions.
+
+    For ``scaling`` see `p2ptrain.models.families.layers.stretched`.
+    """
 
     layers: int
     heads: int
     kv_heads: int
     width: int
     theta: float
+    scaling: RopeScaling | None = None
 
 
 @dataclass(frozen=True)
@@ -228,7 +243,7 @@ class StagePrograms:
 
 
 _FAMILIES = {
-    "llama": (_llama_layer, "model", "layers", "embed_tokens", "norm"),
+    **dict.fromkeys(ROTARY_FAMILIES, (_llama_layer, "model", "layers", "embed_tokens", "norm")),
     "gpt2": (_gpt2_layer, "transformer", "h", "wte", "ln_f"),
 }
 """By family: how a layer is written down; names of the body, its layers, its table and its last normalisation."""
@@ -237,11 +252,11 @@ _FAMILIES = {
 def write_programs(stage: Stage, spec: ModelSpec, weights: WeightFormat) -> StagePrograms:
     """Write down a stage; raises `UsageError` for families that do not generate text."""
     if spec.family not in _FAMILIES:
-        raise UsageError(f"a {spec.family} model cannot be served: the families {' and '.join(_FAMILIES)} can")
+        raise UsageError(f"a {spec.family} model cannot be served: the families {', '.join(_FAMILIES)} can")
     add_layer, body_name, layers_name, table_name, norm_name = _FAMILIES[spec.family]
     body: Any = getattr(stage, body_name)
     modules = list(getattr(body, layers_name).values())
-    width, theta = spec.hidden // spec.heads, spec.rope_theta if spec.family == "llama" else 0.0
+    theta = spec.rope_theta if spec.family in ROTARY_FAMILIES else 0.0
     program = Program(weights)
     for number, layer in enumerate(modules):
         add_layer(program, spec, number, layer)
@@ -256,7 +271,7 @@ def write_programs(stage: Stage, spec: ModelSpec, weights: WeightFormat) -> Stag
             assert table is not None
             head.matrix(table, "normed", "logits")
     return StagePrograms(
-        Geometry(len(modules), spec.heads, spec.kv_heads, width, theta),
+        Geometry(len(modules), spec.heads, spec.kv_heads, spec.width_of_head, theta, spec.rope_scaling),
         program,
         table,
         copy_matrix(body.wpe, weights) if stage.is_first and spec.family == "gpt2" else None,

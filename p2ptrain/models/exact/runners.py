@@ -15,6 +15,7 @@ from torch.nn import functional
 from p2ptrain.models.exact.elementary import exp, log, sine_cosine
 from p2ptrain.models.exact.gpu import GpuKernels
 from p2ptrain.models.exact.program import Geometry, Op, Program
+from p2ptrain.models.families.layers import stretched
 from p2ptrain.models.int8 import int8_linear
 from p2ptrain.native.exact import LANES, PAGE, QUERIES, AnyKernels, Batch, Kind, Operation
 
@@ -33,7 +34,7 @@ class PageStore:
     """
 
     def __init__(self, geometry: Geometry, number: int, device: torch.device = CPU) -> None:
-        layers, _, kv_heads, width, _ = geometry
+        layers, kv_heads, width = geometry.layers, geometry.kv_heads, geometry.width
         self.number = number
         self.keys = _zeros(device, layers, number, kv_heads, width, PAGE)
         self.values = _zeros(device, layers, number, kv_heads, PAGE, padded(width))
@@ -76,7 +77,7 @@ class Rotary:
         self._speeds = np.zeros(0)
         if geometry.theta:
             exponents = np.arange(0, width, 2, dtype=np.float64) / width
-            self._speeds = exp(-exponents * log(np.array([geometry.theta])))
+            self._speeds = stretched(exp(-exponents * log(np.array([geometry.theta]))), geometry.scaling)
         self.cosines = self.sines = torch.zeros(0, len(self._speeds))
 
     def grow(self, length: int) -> bool:
@@ -194,6 +195,9 @@ class TorchRunner:
             if op.kind is Kind.DIGITS:
                 digits_of = op.x
                 continue
+            if op.kind is Kind.HEAD_NORM:
+                self._norm_heads(op, number)
+                continue
             source = op.x if op.x != "digits" else digits_of
             x = self.buffers[source][: number * op.inputs_width].view(number, op.inputs_width)
             if op.kind in (Kind.PLACE, Kind.ATTEND):
@@ -211,8 +215,13 @@ class TorchRunner:
         else:
             y.copy_(result)
 
+    def _norm_heads(self, op: Op, number: int) -> None:
+        rows = self.buffers[op.y][: number * op.stride].view(number, op.stride)
+        heads = rows[:, op.column : op.column + op.outputs * op.inputs].unflatten(1, (op.outputs, op.inputs))
+        heads.copy_(_rms_norm(op, heads))
+
     def _place(self, op: Op, x: torch.Tensor, rows: Rows, store: PageStore) -> None:
-        _, heads, kv_heads, width, _ = self._geometry
+        _, heads, kv_heads, width, *_ = self._geometry
         split = x.view(len(x), -1, width)
         positions, pages = torch.from_numpy(rows.positions), torch.from_numpy(rows.row_pages)
         if self._rotary.grow(int(positions.max()) + 1):
@@ -226,7 +235,7 @@ class TorchRunner:
         store.values[op.layer][pages, :, at, :width] = split[:, heads + kv_heads :]
 
     def _attend(self, op: Op, x: torch.Tensor, rows: Rows, store: PageStore) -> None:
-        _, heads, kv_heads, width, _ = self._geometry
+        _, heads, kv_heads, width, *_ = self._geometry
         queries, results = x.view(len(x), -1, width)[:, :heads], []
         for row, count, first, numbers in rows.pieces:
             known = first + count

@@ -102,8 +102,8 @@ class ExactStage:
 
     @property
     def page_bytes(self) -> int:
-        _, _, kv_heads, width, _ = self._geometry
-        return 4 * self.num_layers * kv_heads * PAGE * (width + padded(width))
+        width = self._geometry.width
+        return 4 * self.num_layers * self._geometry.kv_heads * PAGE * (width + padded(width))
 
     @property
     def free_bytes(self) -> int:

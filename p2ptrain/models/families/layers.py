@@ -5,10 +5,17 @@ Shapes: ``B`` sequences of ``T`` tokens, ``H`` heads of width ``D``.
 
 from __future__ import annotations
 
+import math
+from typing import TypeVar
+
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
 
+from p2ptrain.manifest import RopeScaling
+
+Values = TypeVar("Values", torch.Tensor, np.ndarray)
 Rotation = tuple[torch.Tensor, torch.Tensor]
 """Cosines and sines, ``[T, D]`` each."""
 
@@ -59,12 +66,30 @@ class RMSNorm(nn.Module):
         return self.weight * scaled.to(hidden.dtype)
 
 
-def rotation(length: int, width: int, theta: float, like: torch.Tensor, first: int = 0) -> Rotation:
+def stretched(speeds: Values, scaling: RopeScaling | None) -> Values:
+    """Return the rotary speeds (radians a position) of a model that was stretched as Llama 3.1 was.
+
+    Waves that turned at least ``high`` times in the context before keep their speed. Those that turned at most ``low``
+    times are slower by the factor. Speeds between are a mean of both (Dubey et al., *The Llama 3 Herd of Models*, 2024,
+    and transformers' ``llama3``).
+    """
+    if scaling is None:
+        return speeds
+    factor, low, high, context = scaling
+    share = ((context * speeds / (2 * math.pi) - low) / (high - low)).clip(0, 1)
+    return speeds * (share + (1 - share) / factor)
+
+
+def rotation(
+    length: int, width: int, theta: float, like: torch.Tensor, first: int = 0, scaling: RopeScaling | None = None
+) -> Rotation:
     """Return rotary position embeddings (Su et al., *RoFormer*, 2021) for ``first`` to ``first + length - 1``.
 
-    ``width`` is ``D`` (even), ``theta`` the base of the wavelengths; ``like`` determines device and type.
+    ``width`` is ``D`` (even), ``theta`` the base of the wavelengths; ``like`` determines device and type. For
+    ``scaling`` see `stretched`.
     """
     speeds = 1.0 / theta ** (torch.arange(0, width, 2, dtype=torch.float32, device=like.device) / width)
+    speeds = stretched(speeds, scaling)
     positions = torch.arange(first, first + length, dtype=torch.float32, device=like.device)
     angles = torch.outer(positions, speeds).repeat(1, 2)
     return angles.cos().to(like.dtype), angles.sin().to(like.dtype)

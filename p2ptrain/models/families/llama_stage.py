@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import nn
 from torch.nn import functional
@@ -11,21 +13,31 @@ from p2ptrain.models.blocks import Span
 from p2ptrain.models.families.layers import Embedding, RMSNorm, Rotation, attention, rotate, rotation, split_heads
 from p2ptrain.models.stage import WHOLE, LayerCache, Stage, StageContext, layer_numbers
 
+if TYPE_CHECKING:
+    from p2ptrain.models.families.llama import Llama
+
 
 class _Attention(nn.Module):
-    def __init__(self, spec: ModelSpec) -> None:
+    def __init__(self, spec: ModelSpec, family: Llama) -> None:
         super().__init__()
-        head = spec.hidden // spec.heads
+        head, bias = spec.width_of_head, family.has_biases
         self.heads, self.kv_heads = spec.heads, spec.kv_heads
-        self.q_proj = nn.Linear(spec.hidden, spec.heads * head, bias=False)
-        self.k_proj = nn.Linear(spec.hidden, spec.kv_heads * head, bias=False)
-        self.v_proj = nn.Linear(spec.hidden, spec.kv_heads * head, bias=False)
+        self.q_proj = nn.Linear(spec.hidden, spec.heads * head, bias=bias)
+        self.k_proj = nn.Linear(spec.hidden, spec.kv_heads * head, bias=bias)
+        self.v_proj = nn.Linear(spec.hidden, spec.kv_heads * head, bias=bias)
         self.o_proj = nn.Linear(spec.heads * head, spec.hidden, bias=False)
+        if family.normalises_heads:
+            self.q_norm = RMSNorm(head, spec.norm_epsilon)
+            self.k_norm = RMSNorm(head, spec.norm_epsilon)
+        self._normalises_heads = family.normalises_heads
 
     def forward(self, hidden: torch.Tensor, by: Rotation, cache: LayerCache | None) -> torch.Tensor:
-        queries = rotate(split_heads(self.q_proj(hidden), self.heads), by)
-        keys = rotate(split_heads(self.k_proj(hidden), self.kv_heads), by)
+        queries = split_heads(self.q_proj(hidden), self.heads)
+        keys = split_heads(self.k_proj(hidden), self.kv_heads)
         values = split_heads(self.v_proj(hidden), self.kv_heads)
+        if self._normalises_heads:
+            queries, keys = self.q_norm(queries), self.k_norm(keys)
+        queries, keys = rotate(queries, by), rotate(keys, by)
         if cache is not None:
             keys, values = cache.extend(keys, values)
         return self.o_proj(attention(queries, keys, values, is_causal=True))  # type: ignore[no-any-return]
@@ -43,9 +55,9 @@ class _FeedForward(nn.Module):
 
 
 class _Layer(nn.Module):
-    def __init__(self, spec: ModelSpec) -> None:
+    def __init__(self, spec: ModelSpec, family: Llama) -> None:
         super().__init__()
-        self.self_attn = _Attention(spec)
+        self.self_attn = _Attention(spec, family)
         self.mlp = _FeedForward(spec)
         self.input_layernorm = RMSNorm(spec.hidden, spec.norm_epsilon)
         self.post_attention_layernorm = RMSNorm(spec.hidden, spec.norm_epsilon)
@@ -66,13 +78,14 @@ class _Body(nn.Module):
 class LlamaStage(Stage):
     """Token ids ``[B, T]`` (first stage) or hidden states ``[B, T, hidden]`` to hidden states or logits (last)."""
 
-    def __init__(self, spec: ModelSpec, span: Span, num_blocks: int) -> None:
-        super().__init__(span, num_blocks)
+    def __init__(self, spec: ModelSpec, span: Span, family: Llama) -> None:
+        super().__init__(span, spec.layers + 2)
         self.spec = spec
         self.model = _Body()
         if self.is_first:
             self.model.embed_tokens = Embedding(spec.vocabulary, spec.hidden)
-        self.model.layers = nn.ModuleDict({str(number): _Layer(spec) for number in layer_numbers(span, spec.layers)})
+        numbers = layer_numbers(span, spec.layers)
+        self.model.layers = nn.ModuleDict({str(number): _Layer(spec, family) for number in numbers})
         if self.is_last:
             self.model.norm = RMSNorm(spec.hidden, spec.norm_epsilon)
             if not (self.is_first and spec.tied_embeddings):
@@ -80,8 +93,8 @@ class LlamaStage(Stage):
 
     def forward(self, inputs: torch.Tensor, context: StageContext = WHOLE) -> torch.Tensor:
         hidden: torch.Tensor = self.model.embed_tokens(inputs) if self.is_first else inputs
-        width = self.spec.hidden // self.spec.heads
-        by = rotation(hidden.shape[1], width, self.spec.rope_theta, like=hidden, first=context.first)
+        spec, length = self.spec, hidden.shape[1]
+        by = rotation(length, spec.width_of_head, spec.rope_theta, hidden, context.first, spec.rope_scaling)
         for number, layer in self.model.layers.items():
             hidden = layer(hidden, by, context.cache(number))
         if not self.is_last:

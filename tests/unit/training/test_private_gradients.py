@@ -47,7 +47,7 @@ def _language_model(family: str) -> nn.Module:
     return module
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gpt2"])
 def test_each_samples_gradient_is_clipped_as_a_loop_would(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module = _language_model(family)
     private = _private(module, SPEC.model_copy(update={"noise_multiplier": 0.0}))

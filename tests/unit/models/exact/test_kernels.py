@@ -132,7 +132,7 @@ LENGTH, PAGES = 200, (4, 1, 0, 3)
 
 
 def attention_ops(geometry: Geometry) -> list[Op]:
-    _, heads, kv_heads, width, _ = geometry
+    _, heads, kv_heads, width, *_ = geometry
     total = (heads + 2 * kv_heads) * width
     place = Op(Kind.PLACE, "x", "x", total, stride=total, layer=1, factor=width**-0.5)
     return [place, Op(Kind.ATTEND, "x", "y", total, heads * width, heads * width, layer=1)]
@@ -162,7 +162,7 @@ def attend(
 @pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
 def test_attention_is_that_of_torch_and_the_same_in_any_chunks_threads_and_builds(geometry: Geometry) -> None:
     assert BEST
-    _, heads, kv_heads, width, theta = geometry
+    _, heads, kv_heads, width, theta, _ = geometry
     x = torch.randn(LENGTH, (heads + 2 * kv_heads) * width)
     whole = attend(BEST, geometry, x, [LENGTH])
     split = x.double().view(LENGTH, -1, width).transpose(0, 1)

@@ -32,6 +32,10 @@ SHAPE: dict[str, Any] = {"layers": 3, "hidden": 48, "heads": 4, "intermediate": 
 SPECS = {
     "llama": ModelSpec(family="llama", kv_heads=2, **SHAPE),
     "llama, untied": ModelSpec(family="llama", tied_embeddings=False, **SHAPE),
+    "qwen2": ModelSpec(family="qwen2", **SHAPE),
+    "qwen3, stretched": ModelSpec(
+        family="qwen3", kv_heads=1, head_width=10, rope_theta=100.0, rope_scaling=(8.0, 1.0, 4.0, 50), **SHAPE
+    ),
     "gpt2": ModelSpec(family="gpt2", **SHAPE),
     "gpt2, untied": ModelSpec(family="gpt2", tied_embeddings=False, **SHAPE),
 }
@@ -165,7 +169,11 @@ def test_greedy_tokens_and_last_hidden_states_are_those_of_transformers(spec: Mo
 @pytest.mark.parametrize("quant", [None, "int8"])
 @pytest.mark.parametrize(
     ("name", "targets"),
-    [("llama", ("q_proj", "v_proj", "o_proj", "down_proj")), ("gpt2", ("c_attn", "attn.c_proj", "mlp.c_fc"))],
+    [
+        ("llama", ("q_proj", "v_proj", "o_proj", "down_proj")),
+        ("qwen3, stretched", ("q_proj", "k_proj", "o_proj")),
+        ("gpt2", ("c_attn", "attn.c_proj", "mlp.c_fc")),
+    ],
 )
 def test_adapters_are_computed_beside_the_frozen_layers(name: str, targets: tuple[str, ...], quant: str | None) -> None:
     spec = SPECS[name]
