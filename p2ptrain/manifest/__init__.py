@@ -113,8 +113,8 @@ class ModelSpec(Section):
         "classes": _families("vit"),
     }
     family: str = Field("llama", pattern=EXTENSION_PATTERN)
-    """``llama``, ``mistral``, ``qwen2``, ``qwen3``, ``gpt2`` or ``vit`` (built here from the settings below), one that an
-    installed package brings, or ``custom`` (the researcher's own script builds it)."""
+    """``llama``, ``mistral``, ``qwen2``, ``qwen3``, ``gpt2`` or ``vit`` (built here from the settings below), one that
+    an installed package brings, or ``custom`` (the researcher's own script builds it)."""
     layers: int = Field(4, ge=1, le=1024)
     """Transformer blocks."""
     hidden: int = Field(128, ge=8, le=65536)

@@ -7,7 +7,7 @@ import math
 import os
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from p2ptrain.models.tokenizers import END_OF_TEXT, byte_tokenizer, load_pretrai
 from p2ptrain.progress import Progress, no_progress
 
 CONFIG = "config.json"
+NO_SETTINGS: Mapping[str, Any] = {}
 GENERATION = "generation_config.json"
 CONTEXT = 512
 """Default tokens per sample, unless the model has fewer or learned positions."""
@@ -102,9 +103,15 @@ def manifest_tokenizer(manifest: Manifest, given: Path | None = None, allowed: S
     return byte_tokenizer(manifest.model.context) if name == "bytes" else load_pretrained_tokenizer(name)
 
 
-def end_marks(manifest: Manifest) -> tuple[int, ...]:
-    """Return the tokens that end a text, beside the tokenizer's own; the byte tokenizer has none of its own."""
-    return (END_OF_TEXT,) if manifest.data.tokenizer == "bytes" else ()
+def end_marks(manifest: Manifest, own: Mapping[str, Any] = NO_SETTINGS) -> tuple[int, ...]:
+    """Return the tokens that end a text, beside the tokenizer's own; the byte tokenizer has none of its own.
+
+    ``own`` are the model's `generation_settings`, which may name some.
+    """
+    given = own.get("eos_token_id")
+    named = given if isinstance(given, list) else [given]
+    marks = [END_OF_TEXT] if manifest.data.tokenizer == "bytes" else []
+    return tuple({each: None for each in (*marks, *named) if type(each) is int})
 
 
 def generation_settings(manifest: Manifest, given: Path | None = None) -> dict[str, Any]:

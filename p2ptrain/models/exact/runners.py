@@ -217,7 +217,7 @@ class TorchRunner:
 
     def _norm_heads(self, op: Op, number: int) -> None:
         rows = self.buffers[op.y][: number * op.stride].view(number, op.stride)
-        heads = rows[:, op.column : op.column + op.outputs * op.inputs].unflatten(1, (op.outputs, op.inputs))
+        heads = rows[:, op.column : op.column + op.outputs * op.inputs].view(number, op.outputs, op.inputs)
         heads.copy_(_rms_norm(op, heads))
 
     def _place(self, op: Op, x: torch.Tensor, rows: Rows, store: PageStore) -> None:

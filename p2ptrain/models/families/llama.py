@@ -38,7 +38,7 @@ class Llama(Family):
         "tied_embeddings": "tie_word_embeddings",
         "norm_epsilon": "rms_norm_eps",
     }
-    only_settings = ("hidden_act", "attention_bias", "mlp_bias", "rope_parameters")
+    only_settings: ClassVar[tuple[str, ...]] = ("hidden_act", "attention_bias", "mlp_bias", "rope_parameters")
     lookups = frozenset({"model.embed_tokens.weight"})
     architecture: ClassVar[str] = "LlamaForCausalLM"
     """Its class in transformers."""

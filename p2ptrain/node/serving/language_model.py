@@ -13,7 +13,7 @@ import torch
 from transformers.modeling_outputs import CausalLMOutput
 
 from p2ptrain.errors import IntegrityError, TemporaryError, UsageError
-from p2ptrain.models.pretrained import generation_settings, manifest_tokenizer
+from p2ptrain.models.pretrained import end_marks, generation_settings, manifest_tokenizer
 from p2ptrain.network.schema import from_wire
 from p2ptrain.node.serving.client import SwarmModel
 from p2ptrain.node.thread import PeerThread
@@ -38,7 +38,8 @@ class Settings(TypedDict, total=False):
         do_sample: False takes the likeliest token.
         temperature, top_p, top_k, repetition_penalty: As in transformers. They and ``do_sample`` are by default the
             pretrained model's own, if its files are here; else the likeliest token is taken.
-        eos_token_id: Tokens that end an answer; by default the tokenizer's. An empty list stands for none.
+        eos_token_id: Tokens that end an answer; by default the tokenizer's, and those that the model's files name. An
+            empty list stands for none.
         seed: Of the draws; the second row draws from the next seed, and so on. By default any.
     """
 
@@ -69,18 +70,22 @@ class LanguageModel:
     """
 
     def __init__(
-        self, bridge: Bridge, model: SwarmModel, load_tokenizer: Callable[[], Any], own: Mapping[str, Any]
+        self, bridge: Bridge, model: SwarmModel, load_text: Callable[[], Text], own: Mapping[str, Any]
     ) -> None:
-        """``load_tokenizer`` is called once, when the tokenizer is needed; ``own`` has the settings by default."""
+        """``load_text`` is called once, when the tokenizer is needed; ``own`` has the settings by default."""
         self._bridge = bridge
         self._own = own
         self.generator = model.generator
-        self._load_tokenizer = load_tokenizer
+        self._load_text = load_text
 
     @cached_property
+    def _text(self) -> Text:
+        return self._load_text()
+
+    @property
     def tokenizer(self) -> Any:
         """The model's transformers tokenizer; raises `ConfigError` if it is not here."""
-        return self._load_tokenizer()
+        return self._text.tokenizer
 
     @property
     def context(self) -> int:
@@ -89,7 +94,7 @@ class LanguageModel:
 
     def complete(self, prompt: str, **settings: Unpack[Settings]) -> str:
         """Return the continuation of a text; raises as `generate`."""
-        text = Text(self.tokenizer)
+        text = self._text
         return text.decode([id for id in self.stream(text.encode(prompt), **settings) if id not in text.end_ids])
 
     def generate(
@@ -188,8 +193,7 @@ class LanguageModel:
     def _ends(self, settings: Settings) -> list[int]:
         given = settings.get("eos_token_id")
         if given is None:
-            own = self.tokenizer.eos_token_id
-            return [] if own is None else [own]
+            return sorted(self._text.end_ids)
         return [given] if isinstance(given, int) else list(given)
 
     def _open(self, ids: Sequence[int], settings: Settings, ends: Sequence[int], row: int) -> _Tokens:
@@ -243,7 +247,11 @@ def open_language_model(
     manifest = running.peer.manifest
     model = SwarmModel(running.peer, stage_blocks(manifest), wait_seconds)
     own = generation_settings(manifest, weights)
-    found = LanguageModel(running.bridge(), model, lambda: manifest_tokenizer(manifest, weights, allowed), own)
+
+    def load_text() -> Text:
+        return Text(manifest_tokenizer(manifest, weights, allowed), end_marks(manifest, own))
+
+    found = LanguageModel(running.bridge(), model, load_text, own)
     if draft is not None:
         model.generator.draft = load_draft(draft, manifest.model.vocabulary, found.tokenizer)
     return found

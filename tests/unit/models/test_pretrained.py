@@ -18,7 +18,13 @@ from safetensors.torch import load_file, save_file
 from p2ptrain.errors import ConfigError, ManifestError, UsageError
 from p2ptrain.manifest import DataSpec, Manifest, ModelSpec, parse_manifest
 from p2ptrain.models import Span, build_model, build_stage, export_hugging_face, model_blocks
-from p2ptrain.models.pretrained import describe_pretrained, generation_settings, local_data, weights_folder
+from p2ptrain.models.pretrained import (
+    describe_pretrained,
+    end_marks,
+    generation_settings,
+    local_data,
+    weights_folder,
+)
 from p2ptrain.models.smollm2 import NAME, smollm2_folder
 from p2ptrain.models.tokenizers import byte_tokenizer, load_pretrained_tokenizer
 from p2ptrain.models.weights import INDEX, SINGLE
@@ -167,6 +173,20 @@ def test_settings_of_generation_are_those_of_the_model_itself(tmp_path: Path) ->
     (tmp_path / NAME / SINGLE).touch()  # An earlier version made the folder.
     found = generation_settings(manifest, smollm2_folder(tmp_path))
     assert (found["temperature"], found["top_p"], found["eos_token_id"]) == (0.2, 0.9, 2)
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "named", "ends"),
+    [
+        ("local:model", None, ()), ("local:model", 7, (7,)), ("local:model", [7, 3, 7], (7, 3)), ("bytes", [5], (0, 5)),
+        ("local:model", ["7", None, True], ()), ("local:model", "7", ()),
+    ],
+)  # fmt: skip
+def test_tokens_that_the_model_s_files_name_end_a_text(tokenizer: str, named: Any, ends: tuple[int, ...]) -> None:
+    """Llama 3 and Qwen name the end of a turn and that of a text; their tokenizers name one of them."""
+    spec = ModelSpec(weights="local:model", weight_digests=("0" * 64,))
+    manifest = Manifest(model=spec, data=DataSpec(tokenizer=tokenizer))
+    assert end_marks(manifest, {"eos_token_id": named}) == ends
 
 
 def test_a_path_of_the_manifest_counts_where_its_links_lead(tmp_path: Path) -> None:

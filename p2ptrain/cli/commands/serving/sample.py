@@ -41,12 +41,13 @@ async def sample(run_dir: Path, name: str, manifest: Manifest, weights: Path | N
     if num_parameters(manifest.model) * BYTES_PER_PARAMETER > available_memory():
         raise ResourceError("the model is too large to load beside what runs here")
     tokenizer = manifest_tokenizer(manifest, weights, [Path("/")])  # It is the user's own manifest.
-    text, model = Text(tokenizer, end_marks(manifest)), await asyncio.to_thread(_load, run_dir, name, manifest)
+    own = generation_settings(manifest, weights)
+    text, model = Text(tokenizer, end_marks(manifest, own)), await asyncio.to_thread(_load, run_dir, name, manifest)
     assert isinstance(model, Stage)
     ids, drawn = text.encode(PROMPT), list[int]()
     most = min(MAX_TOKENS, manifest.model.context - len(ids))
     draft = Draft(exact_stage(model, manifest.model), manifest.model.context)
-    sampling = default_sampling({"temperature": TEMPERATURE} | generation_settings(manifest, weights))
+    sampling = default_sampling({"temperature": TEMPERATURE} | own)
     guesses = Guesses(draft, sampling, len(ids), len(ids) + most)
     while len(drawn) < most and text.end_ids.isdisjoint(drawn):
         drawn += await asyncio.to_thread(guesses.follow, [*ids, *drawn], 1)

@@ -96,8 +96,8 @@ def text_of(model: SwarmModel, arguments: argparse.Namespace) -> tuple[Text, Any
         from p2ptrain.serving.client.draft import load_draft
 
         model.generator.draft = load_draft(arguments.draft, manifest.model.vocabulary, tokenizer)
-    sampling = default_sampling(generation_settings(manifest, arguments.weights))
-    return Text(tokenizer, end_marks(manifest)), tokenizer, sampling
+    own = generation_settings(manifest, arguments.weights)
+    return Text(tokenizer, end_marks(manifest, own)), tokenizer, default_sampling(own)
 
 
 async def answer(
