@@ -239,3 +239,31 @@ async def test_it_follows_one_stage_with_all_its_units(
     assert len(downloaded) % (2 if tied else 1) == 0
     for name in swarm.tasks:
         await swarm.kill(name)
+
+
+def _served_stages(swarm: ProductSwarm) -> dict[str, int]:
+    """The stage that each host serves, by its own record."""
+    reports = {name: node.record.describe().serving for name, node in swarm.nodes.items()}
+    return {name: each.served.stage for name, each in reports.items() if each is not None and each.served is not None}
+
+
+@simulated(seed=range(4))
+async def test_hosts_spread_over_the_stages_and_take_the_place_of_one_that_died(
+    network: SimulatedNetwork, begin: Begin
+) -> None:
+    """They begin together, so that none knows what the others choose. At the end one stage has lost its only host."""
+    swarm = begin(network, {"every": 1, "global_batch": 12}, num_stages=2)
+    for name in "stu":
+        swarm.start(name, role="server", serving=SERVING)
+    at_end(lambda: asyncio.gather(*(swarm.kill(name) for name in [*swarm.tasks])))
+    await swarm.until(lambda: sorted(_served_stages(swarm).values()) in ([0, 0, 1], [0, 1, 1]), 120.0)
+    await asyncio.sleep(120.0)
+    stages = _served_stages(swarm)
+    assert len(stages) == 3, "hosts that are spread stay where they are"
+    (alone,) = (name for name, stage in stages.items() if list(stages.values()).count(stage) == 1)
+    await swarm.kill(alone)
+    del swarm.nodes[alone], swarm.tasks[alone]
+    await swarm.until(lambda: sorted(_served_stages(swarm).values()) == [0, 1], 180.0)
+    before = _served_stages(swarm)
+    await asyncio.sleep(120.0)
+    assert _served_stages(swarm) == before

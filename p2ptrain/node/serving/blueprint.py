@@ -67,6 +67,11 @@ class Blueprint:
                 for unit in view.plan.units(stage)
             ]
 
+    def close(self) -> None:
+        """Tell no other peer about the units any more."""
+        for unit in () if self._view is None else self._view.plan.units(self.number):
+            self._peer.rpc.withdraw(f"unit{unit.number}")
+
     def _unit(self, stage: Stage, number: int = 0, names: Mapping[str, str] | None = None) -> ServedUnit:
         peer, view = self._peer, self._view
         rpc, swarm, membership = peer.rpc, peer.swarm, peer.membership

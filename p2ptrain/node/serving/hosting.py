@@ -62,6 +62,7 @@ class Serving:
                 await asyncio.sleep(LOOK_SECONDS)
         finally:
             await self._leave()
+            self._peer.record.parts.remove(self._describe)
 
     def pause(self, paused: bool) -> None:
         """Serve nobody while paused; clients go on with other hosts."""

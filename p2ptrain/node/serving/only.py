@@ -39,6 +39,13 @@ class ServingOnly(Serving):
         self._began = self._next_at = asyncio.get_running_loop().time()
         self._is_trained = True
 
+    async def run(self) -> None:
+        try:
+            await super().run()
+        finally:
+            if self._weights is not None:
+                self._blueprint.close()
+
     async def _look(self) -> None:
         """Wait for a version that is due, and serve it."""
         offload, loop = self._peer.runtime.offload, asyncio.get_running_loop()
