@@ -136,9 +136,10 @@ class SwarmGenerator:
         rpc, id = self._rpc, self._new_id()
         engine = _engine(sampling)
         await self._first_plan(id, Needs(engine=engine))
-        if not 0 < len(ids) <= self.context - max_tokens:
+        length = max_tokens if kind is SwarmSession else 0  # Nobody takes the token after a prompt's logits.
+        if not 0 < len(ids) <= self.context - length:
             raise PromptTooLongError(
-                f"a prompt of {len(ids)} tokens and an answer of {max_tokens} do not fit the context of {self.context}:"
+                f"a prompt of {len(ids)} tokens and an answer of {length} do not fit the context of {self.context}:"
                 " shorten one of them"
             )
         if not 0 <= min(ids) <= max(ids) < self.vocabulary:
