@@ -19,6 +19,7 @@ from p2ptrain.node.serving.client import SwarmModel
 from p2ptrain.node.thread import PeerThread
 from p2ptrain.pipeline.plan import stage_blocks
 from p2ptrain.serving.client.draft import load_draft
+from p2ptrain.serving.messages import MAX_STOPS
 from p2ptrain.serving.sampling import OWN_SETTINGS, Sampling
 from p2ptrain.serving.text import Text
 from p2ptrain.training.bridge import Bridge
@@ -190,7 +191,12 @@ class LanguageModel:
         if given is None:
             own = self.tokenizer.eos_token_id
             return [] if own is None else [own]
-        return [given] if isinstance(given, int) else list(given)
+        ends = [given] if isinstance(given, int) else list(given)
+        if len(ends) > MAX_STOPS or not all(0 <= each < self.generator.vocabulary for each in ends):
+            raise UsageError(
+                f"eos_token_id: {given}: give up to {MAX_STOPS} ids below {self.generator.vocabulary}, or [] for no end"
+            )
+        return ends
 
     def _open(self, ids: Sequence[int], settings: Settings, ends: Sequence[int], row: int) -> _Tokens:
         most = settings.get("max_new_tokens", MAX_NEW_TOKENS)
