@@ -49,18 +49,23 @@ def run(arguments: argparse.Namespace) -> int:
     from p2ptrain.tasks import Tasks
 
     async def serve() -> None:
+        task = asyncio.current_task()
+        assert task is not None
         async with generating(link, arguments.wait, arguments.audit_share) as model:
             text, tokenizer, sampling = text_of(model, arguments)
-            stop = stop_on_signals(lambda: None)
+            stop = stop_on_signals(task.cancel)
             opened = serving_http(
                 model.generator, tokenizer, host=arguments.host, port=arguments.port, names=arguments.host_name,
                 keys=arguments.keys, end_ids=text.end_ids, sampling=sampling,
             )  # fmt: skip
             async with opened as (url, web), Tasks() as tasks:
-                print(f"API: {url}v1  chat: {url}  (Ctrl-C ends it)", flush=True)
+                print(f"API: {url}v1  chat: {url}  (Ctrl-C ends it, twice at once)", flush=True)
                 await asyncio.wait({web, tasks.call(stop.wait(), "stop")}, return_when=asyncio.FIRST_COMPLETED)
                 if web.done():
                     web.result()
 
-    run_async(serve())
+    try:
+        run_async(serve())
+    except asyncio.CancelledError:
+        return 130  # A second signal does not wait for the answers in progress.
     return 0
