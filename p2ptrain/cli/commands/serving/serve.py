@@ -12,7 +12,7 @@ import asyncio
 from pathlib import Path
 
 from p2ptrain.cli.commands.serving.talking import add_model_arguments
-from p2ptrain.errors import UsageError
+from p2ptrain.errors import TemporaryError, UsageError
 
 LOG_LEVEL = "info"
 
@@ -53,16 +53,19 @@ def run(arguments: argparse.Namespace) -> int:
         assert task is not None
         async with generating(link, arguments.wait, arguments.audit_share) as model:
             text, tokenizer, sampling = text_of(model, arguments)
-            stop = stop_on_signals(task.cancel)
+            stop, lost = stop_on_signals(task.cancel), model.peer.network.lost
             opened = serving_http(
                 model.generator, tokenizer, host=arguments.host, port=arguments.port, names=arguments.host_name,
                 keys=arguments.keys, end_ids=text.end_ids, sampling=sampling,
             )  # fmt: skip
             async with opened as (url, web), Tasks() as tasks:
                 print(f"API: {url}v1  chat: {url}  (Ctrl-C ends it, twice at once)", flush=True)
-                await asyncio.wait({web, tasks.call(stop.wait(), "stop")}, return_when=asyncio.FIRST_COMPLETED)
+                ends = {web, lost, tasks.call(stop.wait(), "stop")}
+                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
                 if web.done():
                     web.result()
+                if lost.done():
+                    raise TemporaryError(f"{lost.result()}: start this command again")
 
     try:
         run_async(serve())

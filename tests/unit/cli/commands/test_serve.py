@@ -1,4 +1,4 @@
-"""``p2ptrain serve`` ends when it is told to."""
+"""``p2ptrain serve`` ends when it is told to, and when its network does."""
 
 import asyncio
 import contextlib
@@ -31,12 +31,16 @@ QUICK_SECONDS = 20.0
 def served(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
     """Return a function that runs the command over a generator, and ``beside(url)`` on a thread."""
 
-    def run(generator: Repeater, beside: Callable[[str], None]) -> int:
+    def run(generator: Repeater, beside: Callable[[str], None], lost: str = "") -> int:
         urls, made = queue.SimpleQueue[str](), tokenizer()
 
         @contextlib.asynccontextmanager
         async def generating(*_: Any) -> AsyncIterator[Any]:
-            yield SimpleNamespace(generator=generator)
+            loop = asyncio.get_running_loop()
+            future = loop.create_future()
+            if lost:
+                loop.call_later(0.2, future.set_result, lost)
+            yield SimpleNamespace(generator=generator, peer=SimpleNamespace(network=SimpleNamespace(lost=future)))
 
         def text_of(*_: Any) -> tuple[Text, Any, Sampling]:
             return Text(made), made, Sampling()
@@ -78,3 +82,18 @@ def test_a_second_signal_does_not_wait_for_the_answers_in_progress(served: Calla
     assert served(generator, beside) == 130
     assert time.monotonic() - began < QUICK_SECONDS
     assert not generator.running
+
+
+def test_it_ends_with_its_network_so_that_somebody_starts_it_again(
+    served: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def beside(url: str) -> None:
+        deadline = time.monotonic() + QUICK_SECONDS
+        with contextlib.suppress(httpx.TransportError):  # It has ended.
+            while time.monotonic() < deadline:
+                httpx.get(f"{url}metrics")
+                time.sleep(0.1)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    assert served(Repeater(), beside, lost="the network daemon ended (signal 9)") == 75
+    assert "the network daemon ended (signal 9): start this command again" in capsys.readouterr().err
