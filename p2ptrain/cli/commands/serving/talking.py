@@ -6,7 +6,7 @@ import argparse
 import asyncio
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -76,6 +76,16 @@ def sampling_of(arguments: argparse.Namespace, default: Sampling | None = None) 
         return from_wire(Sampling, {**to_wire(default or Sampling()), **values})
     except IntegrityError as error:
         raise UsageError(f"--{str(error).replace('_', '-')}") from error
+
+
+def read_text(read: Callable[[], str], what: str) -> str:
+    """Return a text of the user's; raise `UsageError` for bytes that are no UTF-8, which no tokenizer takes."""
+    try:
+        text = read()
+        text.encode()  # Python keeps such bytes of a command line as surrogates.
+    except UnicodeError as error:
+        raise UsageError(f"{what}: is not UTF-8") from error
+    return text
 
 
 def text_of(model: SwarmModel, arguments: argparse.Namespace) -> tuple[Text, Any, Sampling]:
