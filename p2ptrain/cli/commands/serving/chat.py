@@ -16,6 +16,7 @@ from p2ptrain.cli.commands.serving.talking import (
     read_text,
     sampling_of,
 )
+from p2ptrain.errors import P2PTrainError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,6 +51,11 @@ def run(arguments: argparse.Namespace) -> int:
                 messages.append({"role": "assistant", "content": told})
             except KeyboardInterrupt:
                 print("\n[ended]", file=sys.stderr)
+                messages.pop()
+            except P2PTrainError as error:
+                if not sys.stdin.isatty():
+                    raise
+                print(f"\n[{error}]", file=sys.stderr)  # The conversation goes on, after /reset if it is too long.
                 messages.pop()
     return 0
 
