@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -37,6 +38,7 @@ from p2ptrain.serving.text import Text
 
 T = TypeVar("T")
 
+TOKEN_ID = re.compile(r"[0-9]{1,10}")
 COMPILE_SECONDS = 2.0
 """Timeout of a grammar's compilation."""
 RESPONSE_NAMES = {
@@ -158,7 +160,7 @@ class Preparing:
             raise RequestError(400, text, field, "invalid_value")
 
     def _sampling(self, body: GenerationRequest, logprobs: int, *, want_logprob: bool) -> Sampling:
-        biases = [(int(name), bias) for name, bias in body.logit_bias.items() if name.isascii() and name.isdigit()]
+        biases = [(int(name), bias) for name, bias in body.logit_bias.items() if TOKEN_ID.fullmatch(name)]
         if len(biases) < len(body.logit_bias):
             raise RequestError(400, "logit_bias: its keys are token ids", "logit_bias", "invalid_value")
         self._check_ids([token_id for token_id, _ in biases], "logit_bias")
