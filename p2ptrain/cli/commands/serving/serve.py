@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 from pathlib import Path
+from typing import Any
 
 from p2ptrain.cli.commands.serving.talking import add_model_arguments
 from p2ptrain.errors import TemporaryError, UsageError
@@ -60,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
             )  # fmt: skip
             async with opened as (url, web), Tasks() as tasks:
                 print(f"API: {url}v1  chat: {url}  (Ctrl-C ends it, twice at once)", flush=True)
-                ends = {web, lost, tasks.call(stop.wait(), "stop")}
+                ends: set[asyncio.Future[Any]] = {web, lost, tasks.call(stop.wait(), "stop")}
                 await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
                 if web.done():
                     web.result()
