@@ -56,14 +56,15 @@ class Limits:
         body_bytes: Largest body of a request.
         request_seconds: Timeout of an answer, streams included.
         default_tokens: Length of an answer to a request that names none; the context may allow fewer.
-        drain_seconds: How long requests in progress may take when the server stops.
+        drain_seconds: How long requests in progress may take when the server stops; with the time to end the others
+            < 30 s, after which Kubernetes kills it, and clients would see broken connections.
     """
 
     generations: int = 256
     body_bytes: int = 4 << 20
     request_seconds: float = 600.0
     default_tokens: int = 512
-    drain_seconds: float = 30.0
+    drain_seconds: float = 20.0
 
 
 class Preparing:
