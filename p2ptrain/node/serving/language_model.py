@@ -13,7 +13,7 @@ import torch
 from transformers.modeling_outputs import CausalLMOutput
 
 from p2ptrain.errors import IntegrityError, TemporaryError, UsageError
-from p2ptrain.models.pretrained import generation_settings, manifest_tokenizer
+from p2ptrain.models.pretrained import end_marks, generation_settings, manifest_tokenizer
 from p2ptrain.network.schema import from_wire
 from p2ptrain.node.serving.client import SwarmModel
 from p2ptrain.node.thread import PeerThread
@@ -70,11 +70,15 @@ class LanguageModel:
     """
 
     def __init__(
-        self, bridge: Bridge, model: SwarmModel, load_tokenizer: Callable[[], Any], own: Mapping[str, Any]
-    ) -> None:
-        """``load_tokenizer`` is called once, when the tokenizer is needed; ``own`` has the settings by default."""
+        self, bridge: Bridge, model: SwarmModel, load_tokenizer: Callable[[], Any], own: Mapping[str, Any],
+        marks: Sequence[int] = (),
+    ) -> None:  # fmt: skip
+        """``load_tokenizer`` is called once, when the tokenizer is needed; ``own`` has the settings by default.
+
+        ``marks`` end a text, beside the tokenizer's own end token.
+        """
         self._bridge = bridge
-        self._own = own
+        self._own, self._marks = own, marks
         self.generator = model.generator
         self._load_tokenizer = load_tokenizer
 
@@ -89,8 +93,9 @@ class LanguageModel:
         return self.generator.context
 
     def complete(self, prompt: str, **settings: Unpack[Settings]) -> str:
-        """Return the continuation of a text; raises as `generate`."""
-        text = Text(self.tokenizer)
+        """Return the continuation of a text, to the end of that text at most; raises as `generate`."""
+        text = Text(self.tokenizer, self._marks)
+        settings.setdefault("eos_token_id", sorted(text.end_ids))
         return text.decode([id for id in self.stream(text.encode(prompt), **settings) if id not in text.end_ids])
 
     def generate(
@@ -249,7 +254,9 @@ def open_language_model(
     manifest = running.peer.manifest
     model = SwarmModel(running.peer, stage_blocks(manifest), wait_seconds)
     own = generation_settings(manifest, weights)
-    found = LanguageModel(running.bridge(), model, lambda: manifest_tokenizer(manifest, weights, allowed), own)
+    found = LanguageModel(
+        running.bridge(), model, lambda: manifest_tokenizer(manifest, weights, allowed), own, end_marks(manifest)
+    )
     if draft is not None:
         model.generator.draft = load_draft(draft, manifest.model.vocabulary, found.tokenizer)
     return found

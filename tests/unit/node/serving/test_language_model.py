@@ -1,5 +1,6 @@
-"""A language model of a swarm, for scripts: settings that cannot work are refused before anybody is asked."""
+"""A language model of a swarm, for scripts: its settings."""
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 
 from p2ptrain.errors import UsageError
+from p2ptrain.models.tokenizers import END_OF_TEXT, byte_tokenizer
 from p2ptrain.node.serving.language_model import LanguageModel
 from tests.support.generators import tokenizer
 
@@ -17,3 +19,16 @@ def test_end_tokens_that_no_host_takes_are_refused(ends: Any) -> None:
     model = LanguageModel(cast(Any, None), cast(Any, SimpleNamespace(generator=generator)), tokenizer, {})
     with pytest.raises(UsageError, match=r"eos_token_id: .* give up to 16 ids below 257, or \[\] for no end"):
         model.generate(torch.tensor([[1, 2]]), eos_token_id=ends)
+
+
+def test_a_text_of_bytes_ends_where_those_that_the_model_learnt_from_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = LanguageModel(
+        cast(Any, None), cast(Any, SimpleNamespace(generator=None)), lambda: byte_tokenizer(64), {}, [END_OF_TEXT]
+    )
+
+    def stream(ids: list[int], eos_token_id: list[int]) -> Iterator[int]:
+        assert eos_token_id == [END_OF_TEXT]
+        yield from b"Hi\0"
+
+    monkeypatch.setattr(model, "stream", stream)
+    assert model.complete("So: ") == "Hi"
