@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from argparse import Namespace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import msgspec
 import pytest
 import torch
 
+from p2ptrain.cli.commands.serving.talking import answer
 from p2ptrain.errors import P2PTrainError, PeerRefusedError, ProtocolError
 from p2ptrain.models.exact import PAGE, ExactStage, NotFiniteError
+from p2ptrain.models.tokenizers import byte_tokenizer
 from p2ptrain.network.rpc import endpoint
 from p2ptrain.network.simulated import LinkModel, SimulatedNetwork, simulate
 from p2ptrain.serving import link
@@ -44,6 +48,7 @@ from p2ptrain.serving.messages import (
     service,
 )
 from p2ptrain.serving.sampling import Sampling
+from p2ptrain.serving.text import Text
 from tests.support.sim.peers import until
 from tests.support.sim.serving import (
     ARITHMETIC,
@@ -337,6 +342,20 @@ def test_a_client_tells_for_what_and_how_long_it_waits(
     (told,) = [text for text in caplog.messages if "waiting" in text]
     assert told.startswith(f"no host serves {named}")
     assert told.endswith("waiting for up to 2 s")
+
+
+def test_an_answer_fits_the_context_of_hosts_that_come_later() -> None:
+    async def main(swarm: ServingSwarm, client: Any) -> str:
+        async def come() -> None:
+            await asyncio.sleep(3.0)
+            await swarm.start(1)
+
+        model: Any = SimpleNamespace(generator=client.generator, name_of=str)
+        async with asyncio.TaskGroup() as group:
+            group.create_task(come())
+            return await answer(model, Text(byte_tokenizer(64)), PROMPT, GREEDY, Namespace(max_tokens=256, stop=[]))
+
+    assert serve(main, 0, context=64) == bytes(golden(PROMPT, 64 - len(PROMPT), 1)).decode()
 
 
 @pytest.mark.parametrize("other", ["small-1/int8", "torch-1/fp32"])

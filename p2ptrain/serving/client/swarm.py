@@ -94,6 +94,11 @@ class SwarmGenerator:
         """Most tokens of a prompt and its answer, by the hosts' records; 0 while a stage has no host."""
         return longest(self._hosts(), len(self._blocks))
 
+    async def known_context(self) -> int:
+        """Return `context` once each stage has a host; raise `NoHostError` if one has none for too long."""
+        await self._first_plan(self._new_id(), ANY)
+        return self.context
+
     @property
     def loads(self) -> list[Load]:
         """The load of each stage's hosts together."""

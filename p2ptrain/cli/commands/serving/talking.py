@@ -119,7 +119,7 @@ async def answer(
     stream, stops, loop = TextStream(text, ids), StopStrings(arguments.stop), asyncio.get_running_loop()
     began, first, num_tokens, written = loop.time(), 0.0, 0, ""
     generator = model.generator
-    most = min(arguments.max_tokens, (generator.context or len(ids) + arguments.max_tokens) - len(ids))
+    most = min(arguments.max_tokens, await generator.known_context() - len(ids))
 
     def write(piece: str) -> None:
         nonlocal written
