@@ -22,7 +22,6 @@ from p2ptrain.serving.http.problems import RequestError, refusal
 from p2ptrain.serving.http.responses import ResponseForm
 from p2ptrain.serving.http.schemas import (
     MAX_SEED,
-    MAX_TOKENS,
     ChatRequest,
     CompletionRequest,
     GenerationRequest,
@@ -89,7 +88,7 @@ class Preparing:
         sampling = self._sampling(body, body.top_logprobs, want_logprob=body.logprobs)
         if form is not None:
             sampling = msgspec.structs.replace(sampling, grammar=await self._grammar(body, *form))
-        request = self._request(body, [prompt], sampling, arrived)
+        request = await self._request(body, [prompt], sampling, arrived)
         request.tools = [tool["function"]["name"] for tool in tools]
         return ChatForm(request, self._text, self._generator.model, **_told(body, has_logprobs=body.logprobs))
 
@@ -135,7 +134,7 @@ class Preparing:
             raise RequestError(400, "echo: log-probabilities of a prompt are not there: leave out one of both", "echo")
         prompts = [await self._prompt(each, is_echoed=body.echo) for each in body.prompts()]
         sampling = self._sampling(body, body.logprobs or 0, want_logprob=has_logprobs)
-        request = self._request(body, prompts, sampling, arrived)
+        request = await self._request(body, prompts, sampling, arrived)
         return CompletionForm(request, self._text, self._generator.model, **_told(body, has_logprobs=has_logprobs))
 
     async def _prompt(self, prompt: str | list[int], *, is_echoed: bool) -> Prompt:
@@ -172,11 +171,13 @@ class Preparing:
             logit_bias=tuple(sorted(biases)), logprobs=logprobs, want_logprob=want_logprob,
         )  # fmt: skip
 
-    def _request(
+    async def _request(
         self, body: GenerationRequest, prompts: Sequence[Prompt], sampling: Sampling, arrived: float
     ) -> Request:
+        context = self._generator.context or await self._generator.known_context()
+        lengths = [self._length(each, body, context) for each in prompts]
         request = Request(
-            prompts=prompts, n=body.n, sampling=sampling, max_tokens=[self._length(each, body) for each in prompts],
+            prompts=prompts, n=body.n, sampling=sampling, max_tokens=lengths,
             stops=[body.stop] if isinstance(body.stop, str) else body.stop, ignore_eos=body.ignore_eos,
             each_token=sampling.want_logprob or body.return_token_ids, arrived=arrived,
         )  # fmt: skip
@@ -185,10 +186,9 @@ class Preparing:
             raise RequestError(400, text, "n", "invalid_value")
         return request
 
-    def _length(self, prompt: Prompt, body: GenerationRequest) -> int:
+    def _length(self, prompt: Prompt, body: GenerationRequest, context: int) -> int:
         """Return the largest number of tokens of an answer; raise if the context has no room for it."""
         number, (field, asked) = len(prompt.ids), body.asked
-        context = self._generator.context or MAX_TOKENS  # It may be unknown; then the generator refuses.
         if not number:
             raise RequestError(400, f"{body.prompt_field}: it has no tokens", body.prompt_field, "invalid_value")
         room = context - number
