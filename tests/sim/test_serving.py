@@ -28,6 +28,7 @@ from p2ptrain.serving.errors import (
 )
 from p2ptrain.serving.generation import Token
 from p2ptrain.serving.host import service as hosting
+from p2ptrain.serving.host import sessions
 from p2ptrain.serving.host.session import BEAT_SECONDS
 from p2ptrain.serving.host.sessions import LOOK_SECONDS, ORPHAN_SECONDS
 from p2ptrain.serving.http.app import PROBE_SECONDS
@@ -403,6 +404,22 @@ def test_all_of_many_answers_at_once_come_within_the_hosts_streams(num_stages: i
         return [tokens for tokens, _ in answers]
 
     assert serve(main, *[1] * num_stages, num_pages=512) == [golden(PROMPT, 12, num_stages)] * 140
+
+
+def test_a_shadow_takes_no_session_from_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions, "MAX_SESSIONS_PER_CALLER", 8)
+
+    async def main(swarm: ServingSwarm, client: Any) -> list[list[int]]:
+        def num_shadows() -> int:
+            return sum(each.is_shadow for host in swarm.hosts.values() for each in host.host.executor.sessions.values())
+
+        first = [client.peer.spawn(client.ask(PROMPT, 100)) for _ in range(7)]
+        await until(lambda: num_shadows() == 7, 5.0)
+        more = [client.peer.spawn(client.ask(PROMPT, 12)) for _ in range(6)]
+        return [tokens for tokens, _ in await asyncio.gather(*first, *more)]
+
+    wanted = [golden(PROMPT, 100, 1)] * 7 + [golden(PROMPT, 12, 1)] * 6
+    assert serve(main, 2, num_pages=512, wait_seconds=0.0, serve_seconds=0.05) == wanted
 
 
 @served(1, wait_seconds=0.0)
