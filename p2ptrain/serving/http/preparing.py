@@ -90,6 +90,7 @@ class Preparing:
             sampling = msgspec.structs.replace(sampling, grammar=await self._grammar(body, *form))
         request = await self._request(body, [prompt], sampling, arrived)
         request.tools = [tool["function"]["name"] for tool in tools]
+        request.is_parallel = body.parallel_tool_calls
         return ChatForm(request, self._text, self._generator.model, **_told(body, has_logprobs=body.logprobs))
 
     async def _grammar(self, body: ChatRequest, field: str, form: AnswerForm) -> Grammar:
