@@ -118,7 +118,8 @@ async def _chat(link: SwarmLink, options: Sequence[str], stop: asyncio.Event, vi
         if child.returncode is None:
             child.terminate()
             await child.wait()
-        stop.set()
+        stop.set()  # The next signal ends the swarm at once.
+        asyncio.get_running_loop().add_signal_handler(signal.SIGINT, signal.raise_signal, signal.SIGTERM)
 
 
 async def _start_page(plan: Plan, supervisor: Supervisor, link: SwarmLink) -> tuple[Child, str]:

@@ -22,6 +22,8 @@ from p2ptrain.progress import Progress, no_progress
 
 CONFIG = "config.json"
 NO_SETTINGS: Mapping[str, Any] = {}
+MAX_NAMED = 8
+"""Tokens that a model's own settings may name to end a text; a session takes 16."""
 GENERATION = "generation_config.json"
 CONTEXT = 512
 """Default tokens per sample, unless the model has fewer or learned positions."""
@@ -110,8 +112,8 @@ def end_marks(manifest: Manifest, own: Mapping[str, Any] = NO_SETTINGS) -> tuple
     """
     given = own.get("eos_token_id")
     named = given if isinstance(given, list) else [given]
-    marks = [END_OF_TEXT] if manifest.data.tokenizer == "bytes" else []
-    return tuple({each: None for each in (*marks, *named) if type(each) is int})
+    named = [each for each in named if type(each) is int and 0 <= each < manifest.model.vocabulary][:MAX_NAMED]
+    return tuple(dict.fromkeys([END_OF_TEXT, *named] if manifest.data.tokenizer == "bytes" else named))
 
 
 def generation_settings(manifest: Manifest, given: Path | None = None) -> dict[str, Any]:

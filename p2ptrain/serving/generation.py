@@ -94,6 +94,10 @@ class Generator(Protocol):
         """
         ...
 
+    async def known_context(self) -> int:
+        """Return ``context`` once it is known; raise as the generation does if it stays unknown."""
+        ...
+
     async def probe(self) -> None:
         """Generate one token; raise a `p2ptrain.errors.P2PTrainError` that says what to do if none is possible."""
         ...

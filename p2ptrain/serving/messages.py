@@ -47,6 +47,7 @@ AHEAD = 32
 """Tokens that the last host may draw beyond those that the client has taken."""
 MAX_DRAFTS = AHEAD - 1
 """Drafted rows of a session at a time: with the token after them, as many as one grant permits."""
+MAX_STOPS = 16
 _CONTEXT = b"p2ptrain serving ticket\0"
 
 Peer = Annotated[str, Meta(min_length=1, max_length=128)]
@@ -105,7 +106,7 @@ class Ticket(Message, frozen=True):
     sampling: Sampling
     expires: Amount
     route: Route = ()
-    stops: Annotated[tuple[TokenId, ...], Meta(max_length=16)] = ()
+    stops: Annotated[tuple[TokenId, ...], Meta(max_length=MAX_STOPS)] = ()
     credential: Annotated[bytes, Meta(max_length=MAX_CREDENTIAL_BYTES)] = b""
     salt: Annotated[bytes, Meta(max_length=32)] = b""
     pages: Annotated[tuple[Hash, ...], Meta(max_length=MAX_PREFIX_PAGES)] = ()

@@ -69,7 +69,7 @@ class Text:
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes of one token, which may be part of a character."""
-        added = self._tokenizer.added_tokens_decoder.get(token_id)
+        added = self._added.get(token_id)
         piece = str(added) if added is not None else self._tokenizer.convert_ids_to_tokens(token_id)
         if not isinstance(piece, str):
             return b""
@@ -78,6 +78,12 @@ class Text:
         if (byte := _FALLBACK_BYTE.fullmatch(piece)) is not None:
             return bytes.fromhex(byte[1])
         return piece.replace("\u2581", " ").encode(errors="replace")
+
+    @cached_property
+    def _added(self) -> Mapping[int, Any]:
+        """The tokens beside the vocabulary; the tokenizer makes all of them anew each time."""
+        added: Mapping[int, Any] = self._tokenizer.added_tokens_decoder
+        return added
 
     @cached_property
     def _bytes_of_characters(self) -> Mapping[str, int] | None:

@@ -61,11 +61,12 @@ class ToolCalls:
     def _parse(self, text: str) -> ToolCall | None:
         try:
             values = json.loads(text)
+            if not isinstance(values, dict) or str(values.get("name")) not in self._names:
+                return None
+            if not isinstance(arguments := values.get("arguments", {}), dict):
+                return None
+            told = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+            told.encode()  # Python reads NaN and halves of characters, which are no JSON and no text.
         except (ValueError, RecursionError):
             return None
-        if not isinstance(values, dict) or str(values.get("name")) not in self._names:
-            return None
-        arguments = values.get("arguments", {})
-        if not isinstance(arguments, dict):
-            return None
-        return ToolCall(str(values["name"]), json.dumps(arguments, ensure_ascii=False))
+        return ToolCall(str(values["name"]), told)

@@ -10,6 +10,7 @@ import torch
 
 from p2ptrain.errors import PeerRefusedError
 from p2ptrain.models.exact import PAGE, ExactStage
+from p2ptrain.serving.errors import PromptTooLongError
 from p2ptrain.serving.messages import LOGITS, LogitRows, LogitsRequest
 from tests.support.sim.peers import until
 from tests.support.sim.serving import GREEDY, VOCABULARY, ServingSwarm, digest, golden_outputs, serve, served
@@ -50,6 +51,14 @@ async def test_the_last_stage_computes_all_rows_for_their_logits_although_it_has
     rows = [each.stage.rows - start for each, start in zip(swarm.hosts.values(), before, strict=True)]
     assert rows == [len(LONG_PROMPT) % PAGE, len(LONG_PROMPT)]
     assert torch.equal(logits, golden_outputs(LONG_PROMPT, 2)[:, :VOCABULARY])
+
+
+@served(1, 1, context=64)
+async def test_a_prompt_whose_logits_are_asked_for_may_fill_the_context(swarm: ServingSwarm, client: Any) -> None:
+    whole = LONG_PROMPT[:64]
+    assert torch.equal(await client.generator.logits(whole), golden_outputs(whole, 2)[:, :VOCABULARY])
+    with pytest.raises(PromptTooLongError, match="do not fit the context of 64"):
+        await client.generator.logits(LONG_PROMPT[:65])
 
 
 def test_logits_are_those_of_one_version() -> None:

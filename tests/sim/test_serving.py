@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from argparse import Namespace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import msgspec
 import pytest
 import torch
 
+from p2ptrain.cli.commands.serving.talking import answer
 from p2ptrain.errors import P2PTrainError, PeerRefusedError, ProtocolError
 from p2ptrain.models.exact import PAGE, ExactStage, NotFiniteError
+from p2ptrain.models.tokenizers import byte_tokenizer
 from p2ptrain.network.rpc import endpoint
 from p2ptrain.network.simulated import LinkModel, SimulatedNetwork, simulate
 from p2ptrain.serving import link
@@ -24,6 +28,7 @@ from p2ptrain.serving.errors import (
 )
 from p2ptrain.serving.generation import Token
 from p2ptrain.serving.host import service as hosting
+from p2ptrain.serving.host import sessions
 from p2ptrain.serving.host.session import BEAT_SECONDS
 from p2ptrain.serving.host.sessions import LOOK_SECONDS, ORPHAN_SECONDS
 from p2ptrain.serving.http.app import PROBE_SECONDS
@@ -44,6 +49,7 @@ from p2ptrain.serving.messages import (
     service,
 )
 from p2ptrain.serving.sampling import Sampling
+from p2ptrain.serving.text import Text
 from tests.support.sim.peers import until
 from tests.support.sim.serving import (
     ARITHMETIC,
@@ -339,6 +345,20 @@ def test_a_client_tells_for_what_and_how_long_it_waits(
     assert told.endswith("waiting for up to 2 s")
 
 
+def test_an_answer_fits_the_context_of_hosts_that_come_later() -> None:
+    async def main(swarm: ServingSwarm, client: Any) -> str:
+        async def come() -> None:
+            await asyncio.sleep(3.0)
+            await swarm.start(1)
+
+        model: Any = SimpleNamespace(generator=client.generator, name_of=str)
+        async with asyncio.TaskGroup() as group:
+            group.create_task(come())
+            return await answer(model, Text(byte_tokenizer(64)), PROMPT, GREEDY, Namespace(max_tokens=256, stop=[]))
+
+    assert serve(main, 0, context=64) == bytes(golden(PROMPT, 64 - len(PROMPT), 1)).decode()
+
+
 @pytest.mark.parametrize("other", ["small-1/int8", "torch-1/fp32"])
 def test_hosts_that_compute_differently_are_named_and_waited_for(other: str) -> None:
     """No host is missing: the client is told which stages differ, and goes on once one of them has its like."""
@@ -384,6 +404,22 @@ def test_all_of_many_answers_at_once_come_within_the_hosts_streams(num_stages: i
         return [tokens for tokens, _ in answers]
 
     assert serve(main, *[1] * num_stages, num_pages=512) == [golden(PROMPT, 12, num_stages)] * 140
+
+
+def test_a_shadow_takes_no_session_from_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions, "MAX_SESSIONS_PER_CALLER", 8)
+
+    async def main(swarm: ServingSwarm, client: Any) -> list[list[int]]:
+        def num_shadows() -> int:
+            return sum(each.is_shadow for host in swarm.hosts.values() for each in host.host.executor.sessions.values())
+
+        first = [client.peer.spawn(client.ask(PROMPT, 100)) for _ in range(7)]
+        await until(lambda: num_shadows() == 7, 5.0)
+        more = [client.peer.spawn(client.ask(PROMPT, 12)) for _ in range(6)]
+        return [tokens for tokens, _ in await asyncio.gather(*first, *more)]
+
+    wanted = [golden(PROMPT, 100, 1)] * 7 + [golden(PROMPT, 12, 1)] * 6
+    assert serve(main, 2, num_pages=512, wait_seconds=0.0, serve_seconds=0.05) == wanted
 
 
 @served(1, wait_seconds=0.0)

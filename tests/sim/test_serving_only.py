@@ -123,6 +123,28 @@ async def test_it_follows_the_rounds_and_goes_on_without_trainers_and_after_a_re
     await swarm.until(lambda: served.newest("s") > newest)
 
 
+@simulated(seed=1)
+async def test_after_a_pause_it_serves_what_it_served_before(
+    network: SimulatedNetwork, started: Callable[..., Served]
+) -> None:
+    served = started(network)
+    swarm = served.swarm
+    swarm.start("s", role="server", serving=SERVING)
+    await swarm.until(lambda: served.newest("s") >= 1)
+    for name in "ab":
+        await swarm.kill(name)
+        del swarm.nodes[name], swarm.tasks[name]
+    await asyncio.sleep(120.0)
+    newest, count = served.newest("s"), len(served.downloaded)
+    wishes = swarm.signals["s"].wishes
+    wishes.set("owner", "by its owner")
+    await swarm.until(lambda: not served.versions("s"))
+    wishes.set("owner", "")
+    await swarm.until(lambda: bool(served.versions("s")))
+    assert served.newest("s") == newest
+    assert len(served.downloaded) == count
+
+
 @simulated(seed=range(3))
 async def test_a_source_that_invents_weights_is_not_believed(
     network: SimulatedNetwork, started: Callable[..., Served], monkeypatch: pytest.MonkeyPatch

@@ -73,6 +73,11 @@ class Repeater:
         assert set(stops) <= {END, *self.reply}
         return self._generating(list(ids), sampling, max_tokens, key)
 
+    async def known_context(self) -> int:
+        while not self.context:  # noqa: ASYNC110 (tests set it)
+            await asyncio.sleep(0.01)
+        return self.context
+
     async def probe(self) -> None:
         self.num_probes += 1
         if self.sick is not None:
@@ -137,6 +142,9 @@ class SmallModel:
         self._stage = exact_stage(lively_model(spec), spec)
         self._grammars = Grammars(tokenizer, spec.vocabulary)
         self._stage_lock = threading.Lock()
+
+    async def known_context(self) -> int:
+        return self.context
 
     async def probe(self) -> None:
         """The model is here."""

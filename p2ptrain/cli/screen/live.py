@@ -30,7 +30,7 @@ _DRAINING = "draining: trainers finish their step and save their state"
 _FOOTER = "Ctrl-C ends it in good order, twice at once"
 
 
-def stop_on_signals(end_at_once: Callable[[], None]) -> asyncio.Event:
+def stop_on_signals(end_at_once: Callable[[], object]) -> asyncio.Event:
     """Handle SIGINT and SIGTERM: the first signal sets the returned event, later ones call ``end_at_once``."""
     stop = asyncio.Event()
 

@@ -19,6 +19,7 @@ from p2ptrain.node.serving.client import SwarmModel
 from p2ptrain.node.thread import PeerThread
 from p2ptrain.pipeline.plan import stage_blocks
 from p2ptrain.serving.client.draft import load_draft
+from p2ptrain.serving.messages import MAX_STOPS
 from p2ptrain.serving.sampling import OWN_SETTINGS, Sampling
 from p2ptrain.serving.text import Text
 from p2ptrain.training.bridge import Bridge
@@ -93,7 +94,7 @@ class LanguageModel:
         return self.generator.context
 
     def complete(self, prompt: str, **settings: Unpack[Settings]) -> str:
-        """Return the continuation of a text; raises as `generate`."""
+        """Return the continuation of a text, to the end of that text at most; raises as `generate`."""
         text = self._text
         return text.decode([id for id in self.stream(text.encode(prompt), **settings) if id not in text.end_ids])
 
@@ -194,7 +195,12 @@ class LanguageModel:
         given = settings.get("eos_token_id")
         if given is None:
             return sorted(self._text.end_ids)
-        return [given] if isinstance(given, int) else list(given)
+        ends = [given] if isinstance(given, int) else list(given)
+        if len(ends) > MAX_STOPS or not all(0 <= each < self.generator.vocabulary for each in ends):
+            raise UsageError(
+                f"eos_token_id: {given}: give up to {MAX_STOPS} ids below {self.generator.vocabulary}, or [] for no end"
+            )
+        return ends
 
     def _open(self, ids: Sequence[int], settings: Settings, ends: Sequence[int], row: int) -> _Tokens:
         most = settings.get("max_new_tokens", MAX_NEW_TOKENS)

@@ -38,6 +38,7 @@ class ServingOnly(Serving):
         self._weights: RemoteWeights | None = None
         self._began = self._next_at = asyncio.get_running_loop().time()
         self._is_trained = True
+        self._has_restored = False
 
     async def run(self) -> None:
         try:
@@ -52,6 +53,8 @@ class ServingOnly(Serving):
         if self._weights is None:
             self._blueprint = await offload(Blueprint, self._peer, self._config, self._view, self._stage)
             self._weights = RemoteWeights(self._peer, self._blueprint)
+        if not self._has_restored:
+            self._has_restored = True
             if (restored := await self._weights.restored()) is not None:
                 await self._take(*restored)
         weights, served = self._weights, self._host.keys if self._host is not None else []
@@ -65,6 +68,10 @@ class ServingOnly(Serving):
         elif not served and loop.time() - self._began >= SETTLE_SECONDS:
             logger.info("no peer has trained yet: serving the initial weights")
             await self._take(*await weights.initial())
+
+    async def _leave(self) -> None:
+        self._has_restored = False  # After a pause it goes on with what it served before.
+        await super()._leave()
 
     def _notice(self, is_trained: bool, served: list[Key]) -> bool:
         """Log that the last peer that trains has gone, or that one is back; return ``is_trained``."""

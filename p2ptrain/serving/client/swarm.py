@@ -94,6 +94,11 @@ class SwarmGenerator:
         """Most tokens of a prompt and its answer, by the hosts' records; 0 while a stage has no host."""
         return longest(self._hosts(), len(self._blocks))
 
+    async def known_context(self) -> int:
+        """Return `context` once each stage has a host; raise `NoHostError` if one has none for too long."""
+        await self._first_plan(self._new_id(), ANY)
+        return self.context
+
     @property
     def loads(self) -> list[Load]:
         """The load of each stage's hosts together."""
@@ -136,9 +141,10 @@ class SwarmGenerator:
         rpc, id = self._rpc, self._new_id()
         engine = _engine(sampling)
         await self._first_plan(id, Needs(engine=engine))
-        if not 0 < len(ids) <= self.context - max_tokens:
+        length = max_tokens if kind is SwarmSession else 0  # Nobody takes the token after a prompt's logits.
+        if not 0 < len(ids) <= self.context - length:
             raise PromptTooLongError(
-                f"a prompt of {len(ids)} tokens and an answer of {max_tokens} do not fit the context of {self.context}:"
+                f"a prompt of {len(ids)} tokens and an answer of {length} do not fit the context of {self.context}:"
                 " shorten one of them"
             )
         if not 0 <= min(ids) <= max(ids) < self.vocabulary:

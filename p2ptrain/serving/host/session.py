@@ -303,6 +303,10 @@ class HostSession:
 
     # Callers
 
+    def is_of(self, caller: str) -> bool:
+        """True if this peer is the present caller."""
+        return self.channel is not None and self.channel.remote == caller
+
     def attach(self, channel: Channel, request: Open) -> None:
         """Serve a newer caller, and end the channel of the one before."""
         if self.is_shadow and not request.is_shadow:

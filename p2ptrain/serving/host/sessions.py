@@ -123,11 +123,12 @@ class SessionBook:
         if any(id >= stage.vocabulary for id, _ in ticket.sampling.logit_bias):
             raise self._declined(Cause.BROKEN, f"logit_bias names a token beyond the vocabulary of {stage.vocabulary}")
         matcher = await self._matcher(ticket)
-        own = 0
-        for each in self.open.values():
-            own += each.ticket.client == ticket.client or (each.channel is not None and each.channel.remote == caller)
-        if len(self.open) >= MAX_SESSIONS or own >= MAX_SESSIONS_PER_CALLER:
-            raise self._declined(Cause.FULL, f"{len(self.open)} sessions are open", FULL_RETRY_SECONDS)
+        own = [each for each in self.open.values() if each.ticket.client == ticket.client or each.is_of(caller)]
+        if len(self.open) >= MAX_SESSIONS or len(own) >= MAX_SESSIONS_PER_CALLER:
+            shadow = next((each for each in own if each.is_shadow), None)
+            if request.is_shadow or shadow is None:
+                raise self._declined(Cause.FULL, f"{len(self.open)} sessions are open", FULL_RETRY_SECONDS)
+            self.end(shadow)
         try:
             self._check_share(request)
             pages = await self._reserve(ticket, request.is_shadow)

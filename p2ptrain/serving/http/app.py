@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import aclosing
@@ -42,6 +43,8 @@ from p2ptrain.serving.http.schemas import (
     read,
 )
 from p2ptrain.serving.http.streaming import EventStream, Patience, while_connected
+
+logger = logging.getLogger(__name__)
 
 BODY_SECONDS = 4.5
 """Timeout of a request's body; < the server's for a request less its keep-alive, so that the client gets an answer."""
@@ -101,6 +104,8 @@ class Api:
     async def drain(self) -> None:
         """Refuse further requests, and wait for those in progress; end them after ``drain_seconds``."""
         self._is_draining = True
+        if self._open:
+            logger.info("stopping: %d generations in progress have %g s", self._open, self._limits.drain_seconds)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._limits.drain_seconds):
                 await self._idle.wait()

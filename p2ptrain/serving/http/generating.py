@@ -55,6 +55,7 @@ class Request:
         arrived: When it came, by the event loop's clock.
         version: The served weights; known with the first token.
         tools: Names of the functions whose calls an answer may have.
+        is_parallel: False if an answer ends with its first call.
     """
 
     prompts: Sequence[Prompt]
@@ -67,6 +68,7 @@ class Request:
     arrived: float
     version: str = ""
     tools: Sequence[str] = ()
+    is_parallel: bool = True
     num_generated: int = field(default=0, init=False)
     num_cached: int = field(default=0, init=False)
 
@@ -136,6 +138,9 @@ class Generating:
                 if is_last:
                     break
                 text, calls = tools.push(text) if request.tools else (text, [])
+                if calls and not request.is_parallel:
+                    yield Piece(index, text, last, "tool_calls", tuple(calls[:1]))
+                    return
                 is_calling = is_calling or bool(calls)
                 if text or calls or request.each_token:
                     yield Piece(index, text, last, None, tuple(calls))

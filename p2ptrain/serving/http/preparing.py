@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,7 +22,6 @@ from p2ptrain.serving.http.problems import RequestError, refusal
 from p2ptrain.serving.http.responses import ResponseForm
 from p2ptrain.serving.http.schemas import (
     MAX_SEED,
-    MAX_TOKENS,
     ChatRequest,
     CompletionRequest,
     GenerationRequest,
@@ -37,6 +37,7 @@ from p2ptrain.serving.text import Text
 
 T = TypeVar("T")
 
+TOKEN_ID = re.compile(r"[0-9]{1,10}")
 COMPILE_SECONDS = 2.0
 """Timeout of a grammar's compilation."""
 RESPONSE_NAMES = {
@@ -54,14 +55,15 @@ class Limits:
         body_bytes: Largest body of a request.
         request_seconds: Timeout of an answer, streams included.
         default_tokens: Length of an answer to a request that names none; the context may allow fewer.
-        drain_seconds: How long requests in progress may take when the server stops.
+        drain_seconds: How long requests in progress may take when the server stops; with the time to end the others
+            < 30 s, after which Kubernetes kills it, and clients would see broken connections.
     """
 
     generations: int = 256
     body_bytes: int = 4 << 20
     request_seconds: float = 600.0
     default_tokens: int = 512
-    drain_seconds: float = 30.0
+    drain_seconds: float = 20.0
 
 
 class Preparing:
@@ -86,8 +88,9 @@ class Preparing:
         sampling = self._sampling(body, body.top_logprobs, want_logprob=body.logprobs)
         if form is not None:
             sampling = msgspec.structs.replace(sampling, grammar=await self._grammar(body, *form))
-        request = self._request(body, [prompt], sampling, arrived)
+        request = await self._request(body, [prompt], sampling, arrived)
         request.tools = [tool["function"]["name"] for tool in tools]
+        request.is_parallel = body.parallel_tool_calls
         return ChatForm(request, self._text, self._generator.model, **_told(body, has_logprobs=body.logprobs))
 
     async def _grammar(self, body: ChatRequest, field: str, form: AnswerForm) -> Grammar:
@@ -132,7 +135,7 @@ class Preparing:
             raise RequestError(400, "echo: log-probabilities of a prompt are not there: leave out one of both", "echo")
         prompts = [await self._prompt(each, is_echoed=body.echo) for each in body.prompts()]
         sampling = self._sampling(body, body.logprobs or 0, want_logprob=has_logprobs)
-        request = self._request(body, prompts, sampling, arrived)
+        request = await self._request(body, prompts, sampling, arrived)
         return CompletionForm(request, self._text, self._generator.model, **_told(body, has_logprobs=has_logprobs))
 
     async def _prompt(self, prompt: str | list[int], *, is_echoed: bool) -> Prompt:
@@ -158,7 +161,7 @@ class Preparing:
             raise RequestError(400, text, field, "invalid_value")
 
     def _sampling(self, body: GenerationRequest, logprobs: int, *, want_logprob: bool) -> Sampling:
-        biases = [(int(name), bias) for name, bias in body.logit_bias.items() if name.isascii() and name.isdigit()]
+        biases = [(int(name), bias) for name, bias in body.logit_bias.items() if TOKEN_ID.fullmatch(name)]
         if len(biases) < len(body.logit_bias):
             raise RequestError(400, "logit_bias: its keys are token ids", "logit_bias", "invalid_value")
         self._check_ids([token_id for token_id, _ in biases], "logit_bias")
@@ -169,11 +172,13 @@ class Preparing:
             logit_bias=tuple(sorted(biases)), logprobs=logprobs, want_logprob=want_logprob,
         )  # fmt: skip
 
-    def _request(
+    async def _request(
         self, body: GenerationRequest, prompts: Sequence[Prompt], sampling: Sampling, arrived: float
     ) -> Request:
+        context = self._generator.context or await self._generator.known_context()
+        lengths = [self._length(each, body, context) for each in prompts]
         request = Request(
-            prompts=prompts, n=body.n, sampling=sampling, max_tokens=[self._length(each, body) for each in prompts],
+            prompts=prompts, n=body.n, sampling=sampling, max_tokens=lengths,
             stops=[body.stop] if isinstance(body.stop, str) else body.stop, ignore_eos=body.ignore_eos,
             each_token=sampling.want_logprob or body.return_token_ids, arrived=arrived,
         )  # fmt: skip
@@ -182,10 +187,9 @@ class Preparing:
             raise RequestError(400, text, "n", "invalid_value")
         return request
 
-    def _length(self, prompt: Prompt, body: GenerationRequest) -> int:
+    def _length(self, prompt: Prompt, body: GenerationRequest, context: int) -> int:
         """Return the largest number of tokens of an answer; raise if the context has no room for it."""
         number, (field, asked) = len(prompt.ids), body.asked
-        context = self._generator.context or MAX_TOKENS  # It may be unknown; then the generator refuses.
         if not number:
             raise RequestError(400, f"{body.prompt_field}: it has no tokens", body.prompt_field, "invalid_value")
         room = context - number

@@ -13,6 +13,7 @@ import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from p2ptrain.serving.http.problems import RequestError
+from p2ptrain.serving.sampling import LEAST
 
 T = TypeVar("T", bound="Settings")
 
@@ -178,7 +179,7 @@ class Settings(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     model: Name
     stream: bool = False
     temperature: Annotated[float, Meta(ge=0.0, le=2.0)] | None = None
-    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
+    top_p: Annotated[float, Meta(ge=LEAST, le=1.0)] | None = None
     top_k: Annotated[int, Meta(ge=0, le=MAX_TOKENS)] | None = None
     seed: Annotated[int, Meta(ge=-MAX_SEED, le=MAX_SEED)] | None = None
     repetition_penalty: Annotated[float, Meta(ge=0.01, le=100.0)] | None = None

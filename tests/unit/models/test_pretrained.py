@@ -179,7 +179,8 @@ def test_settings_of_generation_are_those_of_the_model_itself(tmp_path: Path) ->
     ("tokenizer", "named", "ends"),
     [
         ("local:model", None, ()), ("local:model", 7, (7,)), ("local:model", [7, 3, 7], (7, 3)), ("bytes", [5], (0, 5)),
-        ("local:model", ["7", None, True], ()), ("local:model", "7", ()),
+        ("local:model", ["7", None, True, -1, 256], ()), ("local:model", "7", ()),
+        ("local:model", [*range(20)], tuple(range(8))),
     ],
 )  # fmt: skip
 def test_tokens_that_the_model_s_files_name_end_a_text(tokenizer: str, named: Any, ends: tuple[int, ...]) -> None:

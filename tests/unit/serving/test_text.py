@@ -106,6 +106,20 @@ def test_the_bytes_of_tokens_are_those_of_the_text() -> None:
     assert BYTES.token_bytes(9999) == b""
 
 
+def test_added_tokens_which_may_be_hundreds_are_not_read_for_each_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    text, read = Text(tokenizer()), list[object]()
+    kind = type(text.tokenizer)
+    honest = kind.added_tokens_decoder
+
+    def counted(it: Any) -> Any:
+        read.append(it)
+        return honest.fget(it)
+
+    monkeypatch.setattr(kind, "added_tokens_decoder", property(counted))
+    assert b"".join(map(text.token_bytes, text.encode(SAMPLE))) == SAMPLE.encode()
+    assert len(read) == 1
+
+
 def found(stops: Sequence[str], pieces: Sequence[str]) -> tuple[str, bool]:
     finder, told = StopStrings(stops), ""
     for piece in pieces:

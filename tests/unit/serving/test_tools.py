@@ -38,6 +38,8 @@ def found(pieces: list[str]) -> tuple[str, list[ToolCall]]:
         ('<tool_call>{"name": "time", "arguments": 3}</tool_call>', None, []), (f"{WEATHER[:-3]}", None, []),
         ('<tool_call>{"name": "weather", "arguments": {"city": "</tool_call>"}}</tool_call>!', "!",
          [ToolCall("weather", '{"city": "</tool_call>"}')]),
+        ('<tool_call>{"name": "time", "arguments": {"at": NaN}}</tool_call>', None, []),
+        ('<tool_call>{"name": "time", "arguments": {"at": "\\ud800"}}</tool_call>', None, []),
         (f"<tool_call>{{}}</tool_call>{TIME}", None, []), ("[" * 100_000, None, []),
         (f"<tool_call>{'[' * 100_000}</tool_call>", None, []),
     ],

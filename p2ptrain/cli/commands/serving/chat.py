@@ -9,7 +9,14 @@ from __future__ import annotations
 import argparse
 import sys
 
-from p2ptrain.cli.commands.serving.talking import add_model_arguments, add_sampling_arguments, answer, sampling_of
+from p2ptrain.cli.commands.serving.talking import (
+    add_model_arguments,
+    add_sampling_arguments,
+    answer,
+    read_text,
+    sampling_of,
+)
+from p2ptrain.errors import P2PTrainError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,7 +32,8 @@ def run(arguments: argparse.Namespace) -> int:
     from p2ptrain.cli.commands.serving.talking import text_of
     from p2ptrain.node.serving.thread import ModelThread
 
-    beginning = [{"role": "system", "content": arguments.system}] if arguments.system else []
+    system = read_text(lambda: arguments.system or "", "--system")
+    beginning = [{"role": "system", "content": system}] if system else []
     with ModelThread(link, arguments.wait) as thread:
         text, _, default = text_of(thread.model, arguments)
         sampling = sampling_of(arguments, default)
@@ -44,12 +52,17 @@ def run(arguments: argparse.Namespace) -> int:
             except KeyboardInterrupt:
                 print("\n[ended]", file=sys.stderr)
                 messages.pop()
+            except P2PTrainError as error:
+                if not sys.stdin.isatty():
+                    raise
+                print(f"\n[{error}]", file=sys.stderr)  # The conversation goes on, after /reset if it is too long.
+                messages.pop()
     return 0
 
 
 def _read() -> str | None:
     """Return the next message; None at the end."""
     try:
-        return input("> " if sys.stdin.isatty() else "").strip()
+        return read_text(lambda: input("> " if sys.stdin.isatty() else ""), "standard input").strip()
     except EOFError:
         return None

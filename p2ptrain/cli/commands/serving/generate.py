@@ -9,7 +9,13 @@ from __future__ import annotations
 import argparse
 import sys
 
-from p2ptrain.cli.commands.serving.talking import add_model_arguments, add_sampling_arguments, answer, sampling_of
+from p2ptrain.cli.commands.serving.talking import (
+    add_model_arguments,
+    add_sampling_arguments,
+    answer,
+    read_text,
+    sampling_of,
+)
 from p2ptrain.errors import UsageError
 
 
@@ -23,7 +29,7 @@ def run(arguments: argparse.Namespace) -> int:
     from p2ptrain.network.link import SwarmLink
 
     link, _ = SwarmLink.parse(arguments.link), sampling_of(arguments)  # Fails before it connects.
-    prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
+    prompt = read_text(sys.stdin.read if arguments.prompt == "-" else lambda: arguments.prompt, "PROMPT")
     if not prompt:
         raise UsageError("PROMPT is empty: give a text to continue")
     from p2ptrain.cli.commands.serving.talking import text_of

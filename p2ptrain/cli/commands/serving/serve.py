@@ -10,9 +10,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 from pathlib import Path
+from typing import Any
 
 from p2ptrain.cli.commands.serving.talking import add_model_arguments
-from p2ptrain.errors import UsageError
+from p2ptrain.errors import TemporaryError, UsageError
 
 LOG_LEVEL = "info"
 
@@ -49,18 +50,26 @@ def run(arguments: argparse.Namespace) -> int:
     from p2ptrain.tasks import Tasks
 
     async def serve() -> None:
+        task = asyncio.current_task()
+        assert task is not None
         async with generating(link, arguments.wait, arguments.audit_share) as model:
             text, tokenizer, sampling = text_of(model, arguments)
-            stop = stop_on_signals(lambda: None)
+            stop, lost = stop_on_signals(task.cancel), model.peer.network.lost
             opened = serving_http(
                 model.generator, tokenizer, host=arguments.host, port=arguments.port, names=arguments.host_name,
                 keys=arguments.keys, end_ids=text.end_ids, sampling=sampling,
             )  # fmt: skip
             async with opened as (url, web), Tasks() as tasks:
-                print(f"API: {url}v1  chat: {url}  (Ctrl-C ends it)", flush=True)
-                await asyncio.wait({web, tasks.call(stop.wait(), "stop")}, return_when=asyncio.FIRST_COMPLETED)
+                print(f"API: {url}v1  chat: {url}  (Ctrl-C ends it, twice at once)", flush=True)
+                ends: set[asyncio.Future[Any]] = {web, lost, tasks.call(stop.wait(), "stop")}
+                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
                 if web.done():
                     web.result()
+                if lost.done():
+                    raise TemporaryError(f"{lost.result()}: start this command again")
 
-    run_async(serve())
+    try:
+        run_async(serve())
+    except asyncio.CancelledError:
+        return 130  # A second signal does not wait for the answers in progress.
     return 0

@@ -6,7 +6,7 @@ import argparse
 import asyncio
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -78,6 +78,16 @@ def sampling_of(arguments: argparse.Namespace, default: Sampling | None = None) 
         raise UsageError(f"--{str(error).replace('_', '-')}") from error
 
 
+def read_text(read: Callable[[], str], what: str) -> str:
+    """Return a text of the user's; raise `UsageError` for bytes that are no UTF-8, which no tokenizer takes."""
+    try:
+        text = read()
+        text.encode()  # Python keeps such bytes of a command line as surrogates.
+    except UnicodeError as error:
+        raise UsageError(f"{what}: is not UTF-8") from error
+    return text
+
+
 def text_of(model: SwarmModel, arguments: argparse.Namespace) -> tuple[Text, Any, Sampling]:
     """Return a model's text, tokenizer and default sampling; let it generate with the draft, if there is one.
 
@@ -109,7 +119,7 @@ async def answer(
     stream, stops, loop = TextStream(text, ids), StopStrings(arguments.stop), asyncio.get_running_loop()
     began, first, num_tokens, written = loop.time(), 0.0, 0, ""
     generator = model.generator
-    most = min(arguments.max_tokens, (generator.context or len(ids) + arguments.max_tokens) - len(ids))
+    most = min(arguments.max_tokens, await generator.known_context() - len(ids))
 
     def write(piece: str) -> None:
         nonlocal written

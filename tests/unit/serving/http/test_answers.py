@@ -173,6 +173,18 @@ async def test_the_models_own_settings_count_where_a_request_names_none() -> Non
 
 
 @on_loop
+async def test_a_request_that_names_no_length_waits_until_the_context_is_known() -> None:
+    generator = Repeater(context=0)
+    async with http_server(generator) as client, asyncio.TaskGroup() as tasks:
+        asked = tasks.create_task(client.post(COMPLETIONS, json=completion()))
+        await asyncio.sleep(0.2)
+        assert not generator.opened
+        generator.context = 40
+        assert (await asked).status_code == 200
+    assert [most for _, _, most, _ in generator.opened] == [38]
+
+
+@on_loop
 async def test_prompts_may_be_texts_or_token_ids_one_or_several() -> None:
     generator = Repeater(b"x")
     async with http_server(generator) as client:

@@ -8,7 +8,9 @@ import httpx
 import pytest
 
 from p2ptrain.errors import ResourceError
+from p2ptrain.network.http_server import DRAIN_SECONDS
 from p2ptrain.serving.generation import Load
+from p2ptrain.serving.http.app import END_SECONDS
 from p2ptrain.serving.http.preparing import Limits
 from p2ptrain.serving.http.serve import serving_http
 from tests.support.coroutines import on_loop, on_uvloop
@@ -213,6 +215,11 @@ async def test_what_does_not_end_in_time_is_cut_when_the_server_stops() -> None:
             await generator.until(running=1)
         assert generator.running == 0
         asked.cancel()
+
+
+def test_a_server_that_stops_ends_before_it_is_killed() -> None:
+    """Kubernetes waits 30 s, and so do some others."""
+    assert Limits().drain_seconds + END_SECONDS + DRAIN_SECONDS < 30
 
 
 @on_loop

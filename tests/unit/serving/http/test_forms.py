@@ -138,6 +138,25 @@ async def test_a_call_that_the_model_makes_is_told_and_its_result_goes_back() ->
     assert prompts[2].startswith("user: Rain?\nassistant: [weather Ulm]I look.\n\ntool: sun")
 
 
+@pytest.mark.parametrize("is_stream", [False, True])
+@on_loop
+async def test_an_answer_that_may_have_one_call_ends_with_it(is_stream: bool) -> None:
+    call = '<tool_call>\n{"name": "weather", "arguments": {"city": "%s"}}\n</tool_call>\n'
+    generator = Repeater(("I look." + call % "Ulm" + call % "Köln" + "Soon.").encode())
+    async with openai_client(generator, tokenizer=with_tools()) as client:
+        ask: dict[str, Any] = {"model": generator.model, "messages": [{"role": "user", "content": "Rain?"}]}
+        options: dict[str, Any] = {"tools": TOOLS, "parallel_tool_calls": False}
+        if is_stream:
+            async with client.chat.completions.stream(**ask, **options) as stream:
+                answer: Any = await stream.get_final_completion()
+        else:
+            answer = await client.chat.completions.create(**ask, **options)
+        (choice,) = answer.choices
+        assert (choice.finish_reason, choice.message.content) == ("tool_calls", "I look.")
+        assert [json.loads(each.function.arguments) for each in choice.message.tool_calls] == [{"city": "Ulm"}]
+        await generator.until(running=0)
+
+
 @on_loop
 async def test_responses_parse_and_stream_objects_of_a_class() -> None:
     async with small_model() as client:

@@ -41,11 +41,13 @@ def schema_of(schema: Any) -> dict[str, Any]:
 
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"temperature": 2.5}, "temperature"), ({"temperature": "hot"}, "temperature"), ({"top_p": 0}, "top_p"),
-    ({"top_k": -1}, "top_k"), ({"n": 17}, "n"), ({"n": 0}, "n"), ({"n": True}, "n"), ({"stop": list("abcde")}, "stop"),
+    ({"top_p": 1e-7}, "top_p"), ({"top_k": -1}, "top_k"), ({"n": 17}, "n"), ({"n": 0}, "n"), ({"n": True}, "n"),
+    ({"stop": list("abcde")}, "stop"),
     ({"stop": ""}, "stop"), ({"stop": [1]}, "stop[0]"), ({"max_tokens": 0}, "max_tokens"), ({"seed": 1.5}, "seed"),
     ({"seed": 1 << 64}, "seed"), ({"presence_penalty": -3}, "presence_penalty"),
     ({"frequency_penalty": 3}, "frequency_penalty"), ({"logit_bias": {"x": 1}}, "logit_bias"),
-    ({"logit_bias": {"999": 1}}, "logit_bias"), ({"logit_bias": {"1": 101}}, "logit_bias[...]"),
+    ({"logit_bias": {"9" * 5000: 1}}, "logit_bias"), ({"logit_bias": {"999": 1}}, "logit_bias"),
+    ({"logit_bias": {"1": 101}}, "logit_bias[...]"),
     ({"logit_bias": {str(each): 1 for each in range(1025)}}, "logit_bias"), ({"stream": "yes"}, "stream"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"stream": True, "stream_options": {"usage": True}}, "stream_options.usage"), ({"tempreature": 1}, "tempreature"),
