@@ -48,6 +48,8 @@ def test_unknown_partitions_are_refused(form: str) -> None:
 def test_more_sites_than_samples_are_refused() -> None:
     with pytest.raises(UsageError, match=f"200 sites.* give 1 to {len(LABELS) // LEAST} sites"):
         partition("iid", LABELS, 200, seed=1)
+    with pytest.raises(UsageError, match="1 sites with 2 samples: each needs 3; give more data"):
+        partition("iid", LABELS[:2], 1, seed=1)
 
 
 def _run(
