@@ -3,6 +3,7 @@
 import json
 import time
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from msgspec.structs import replace
@@ -61,6 +62,16 @@ def test_a_swarm_is_shown_with_its_needs_and_how_to_join(tmp_path: Path, capsys:
         assert words in text
     assert "now " not in text
     assert "now        nobody is there" in listed(capsys, "--index", path, "--live")
+
+
+@pytest.mark.parametrize(("mode", "lines"), [("invite", 0), ("allowlist", 1)])
+def test_a_line_to_join_with_is_shown_only_where_the_link_suffices(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], mode: Literal["invite", "allowlist"], lines: int
+) -> None:
+    manifest = Manifest(admission=AdmissionSpec(mode=mode))
+    text = listed(capsys, "--index", write(tmp_path / "i.json", entry_of(manifest)))
+    assert f"admission  {mode}: ask the organizer" in text
+    assert text.count("p2ptrain join") == lines
 
 
 def test_scripts_get_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
