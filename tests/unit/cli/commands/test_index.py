@@ -176,6 +176,18 @@ def test_a_host_collects_entries_and_signs_them_with_one_key(
     assert main(["announce", entry, "--into", str(index), "--key", str(key)]) == 8
 
 
+@pytest.mark.parametrize("into", [[], ["--into", "index.json"]])
+def test_an_entry_that_must_not_be_used_is_not_passed_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, into: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    good = entry_of(Manifest())
+    for false in (replace(good, peers=999), entry_of(Manifest(), at=1_700_000_000)):
+        assert main(["announce", write(tmp_path / "entry.json", false), *into]) == 8
+        assert capsys.readouterr().out == ""
+    assert main(["announce", write(tmp_path / "entry.json", good), *into]) == 0
+
+
 def test_a_swarm_that_does_not_answer_is_not_announced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with Identity.create_or_load(tmp_path / KEY_FILE) as key:
         manifest = sign_manifest(Manifest(), key, tmp_path / SIGNED_FILE, tmp_path / "bootstrap").manifest
