@@ -23,7 +23,7 @@ from p2ptrain.training.data.corpus import Corpus
 from p2ptrain.training.data.windows import Sampler
 from p2ptrain.training.evaluate import held_out_loss, language_model_loss
 from p2ptrain.training.metrics import MetricsWriter
-from p2ptrain.training.optimizer import KEEPS_BUDGET, PAUSE_SECONDS, SwarmOptimizer
+from p2ptrain.training.optimizer import KEEPS_BUDGET, PAUSE_SECONDS, SPENT_BUDGET, SwarmOptimizer
 from p2ptrain.training.sync.synchronizer import NOT_DRAWN, RoundResult
 from p2ptrain.training.worth import WorthAudits
 
@@ -170,8 +170,8 @@ class Trainer:
         if not self._rests() or self._stop.is_set():
             return
         if self.optimizer.is_spent:
-            self.progress.note = f"its privacy budget is spent: {self.optimizer.privacy}"
-            logger.warning("%s; this site contributes no more, and follows", self.progress.note)
+            self.progress.note = SPENT_BUDGET
+            logger.warning("%s: %s; this site contributes no more, and follows", SPENT_BUDGET, self.optimizer.privacy)
         self._contribute_rest()
         self._save()
         self._show_rest(True)

@@ -37,6 +37,8 @@ from p2ptrain.training.sync.synchronizer import RoundResult, Synchronizer
 logger = logging.getLogger(__name__)
 
 KEEPS_BUDGET = "this site is alone: it keeps the last of its privacy budget until another one trains"
+SPENT_BUDGET = "its privacy budget is spent"
+"""The note of a site at rest: without its epsilon, which its policy may keep."""
 PAUSE_SECONDS = 1.0
 """Retry interval while the swarm is below its minimum of peers."""
 MARK_SECONDS = 1.0
