@@ -241,7 +241,8 @@ class Trainer:
         if site is not None and site.privacy is not None:
             batch = self._sampler.windows(site.privacy.draw())
         elif self._is_private:
-            batch = self._sampler.of_site(self.optimizer.total_steps * size, size)
+            batches = self.optimizer.total_steps + self.optimizer.dropped_batches
+            batch = self._sampler.of_site(batches * size, size)
         else:
             place = self._synchronizer.place
             batch = self._sampler.batch(head.samples, place, self.peer_id, head.round, self._index, size)

@@ -73,6 +73,28 @@ async def test_sites_read_their_own_text_alone_and_weigh_what_the_manifest_says(
         assert 2 * ROUNDS <= trained <= sites.trainers[name].optimizer.total_steps
 
 
+@simulated(seed=3)
+async def test_a_batch_that_was_dropped_is_not_read_again_until_the_next_pass(
+    network: SimulatedNetwork, begin: Begin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sites = begin(network, TRAINING, private=PrivateSpec())
+    _write(sites)
+    loss, bad = Trainer._loss, list[bytes]()
+
+    def spoiled(trainer: Trainer, batch: np.ndarray) -> torch.Tensor:
+        found = loss(trainer, batch)
+        if trainer is sites.trainers["c"] and trainer.optimizer.total_steps == 2:
+            bad.append(batch.tobytes())
+        return found * float("nan") if batch.tobytes() in bad[:1] else found
+
+    monkeypatch.setattr(Trainer, "_loss", spoiled)
+    for name in LETTERS:
+        _start(sites, name, ROUNDS)
+    await sites.end()
+    assert sites.trainers["c"].optimizer.dropped_batches == 1
+    assert sites.round("c") == ROUNDS
+
+
 @simulated(seed=6)
 async def test_a_fast_site_takes_no_more_steps_than_a_slow_one(network: SimulatedNetwork, begin: Begin) -> None:
     private = PrivateSpec(weights="equal")
