@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import asdict
 from typing import Any
@@ -97,7 +98,9 @@ class Departures:
         """Return the record as it may leave, and remember its measurements for the log."""
         record = self._policy.withheld(record) if self._policy is not None else record
         evaluation = asdict(record.evaluation) if record.evaluation is not None else None
-        self._metrics = {"loss": record.loss, "evaluation": evaluation}
+        # A loss that is not finite leaves as ``diverged`` alone.
+        loss = record.loss if record.loss is not None and math.isfinite(record.loss) else None
+        self._metrics = {"loss": loss, "evaluation": evaluation}
         return record
 
     def last_round(self, now: int) -> int:
