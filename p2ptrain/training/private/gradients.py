@@ -153,9 +153,10 @@ class PrivateGradients:
             parameter.grad = total.div_(expected).to(parameter.dtype)
 
     def clear(self, parameters: list[Tensor]) -> None:
-        """Drop the samples' gradients of a batch that takes no step."""
+        """Drop the samples' gradients of a batch that takes no step; a data loader may have drawn later ones."""
         self._take(parameters)
-        self.drawn.clear()
+        if self.drawn:
+            self.drawn.popleft()
 
     def _take(self, parameters: list[Tensor]) -> list[list[Tensor | None]]:
         """Return the samples' gradients by backward pass and parameter, ``[batch, *shape]``; forget them."""

@@ -144,6 +144,19 @@ def test_batches_that_were_not_drawn_are_refused() -> None:
     assert not private.budget.taken  # type: ignore[attr-defined]
 
 
+def test_a_batch_that_takes_no_step_leaves_those_that_a_loader_drew_ahead() -> None:
+    module, private = _linear(1.0)
+    drawn = list(private.batches(SAMPLES))
+    for number, batch in enumerate(drawn):
+        module.zero_grad()
+        module(torch.randn(len(batch), 3)).square().sum(1).mean().backward()
+        if number == 1:  # As while a site sits out a round.
+            private.clear(list(module.parameters()))
+        else:
+            private.privatise(list(module.parameters()))
+    assert private.budget.taken == len(drawn) - 1  # type: ignore[attr-defined]
+
+
 def test_a_parameter_that_is_used_outside_of_its_layer_is_noticed() -> None:
     module, private = _linear(1.0)
     inputs = torch.randn(len(private.draw()), 3)
