@@ -195,10 +195,14 @@ def test_the_budget_is_the_accountants_and_no_step_exceeds_it(tmp_path: Path) ->
     assert accountant.get_epsilon(SPEC.delta) > SPEC.epsilon
 
 
-def test_what_is_spent_is_on_the_disk_before_the_step_and_outlives_the_process(tmp_path: Path) -> None:
-    path = tmp_path / "privacy.json"
+def test_what_is_spent_is_on_the_disk_before_the_step_and_outlives_the_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, synced = tmp_path / "privacy.json", list[int]()
+    monkeypatch.setattr("os.fsync", synced.append)
     first = _budget(path)
     first.spend()
+    assert len(synced) == 2, "the file and its folder: a power failure loses no count"
     after_a_kill = _budget(path)
     assert after_a_kill.loss.epsilon >= first.epsilon_of(1)
     left = 0
