@@ -115,6 +115,8 @@ class Chain:
             found = Verified([], [], 0)
             if path.exists():
                 found = read_chain(path, signer, signer.peer_id, only_last=True)
+            elif (last := _head_file(path)).exists():
+                raise IntegrityError(f"{path} is gone, and {last} names its last line: put it back")
             chain = cls(path, signer, now, found)
             if found.torn_bytes:
                 os.truncate(path, path.stat().st_size - found.torn_bytes)
