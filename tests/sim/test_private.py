@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import torch
 
+from p2ptrain.averaging.allreduce.unmasking import Unmasking
 from p2ptrain.averaging.averager import Averager, RoundOutcome
-from p2ptrain.averaging.commit.attempt import decode_means
+from p2ptrain.averaging.commit.attempt import AttemptFailedError, decode_means
 from p2ptrain.codecs import get_codec
 from p2ptrain.manifest import AdmissionSpec, PrivacySpec, PrivateSpec
 from p2ptrain.network.simulated import SimulatedNetwork
@@ -235,6 +236,46 @@ async def test_masked_sums_are_those_of_the_noised_updates_and_a_spent_site_leav
     assert [trainer.optimizer.is_spent for trainer in sites.trainers.values()] == [
         name == "c" for name in sites.trainers
     ]
+
+
+@simulated(seed=9)
+async def test_a_site_that_leaves_while_its_sum_is_known_does_not_average_the_update_again(
+    network: SimulatedNetwork, begin: Begin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = {name: SimulatedSigner(network.seed, name, {}).peer_id for name in LETTERS}
+    sites = begin(
+        network, TRAINING, private=PrivateSpec(), secure_aggregation=SECURE,
+        admission=AdmissionSpec(mode="allowlist", members=tuple(ids.values())),
+        aggregation="mean", codec="fp32", group_size=8, min_peers=3, quorum=1.0, spot_checks=0,
+    )  # fmt: skip
+    _write(sites)
+    open_sums, is_known, again = Unmasking.open_sums, asyncio.Event(), list[int]()
+
+    async def lost(verifier: Unmasking) -> None:
+        await open_sums(verifier)
+        session = verifier._session
+        if session.attempt.head.round == 2 and not again:
+            if session.own.peer == ids["c"]:
+                is_known.set()
+                await asyncio.Event().wait()
+            raise AttemptFailedError("the round was lost")
+
+    def look(name: str, trainer: Trainer) -> None:
+        if name == "c" and sites.signals["c"] is not before:
+            again.append(trainer.optimizer.work.tokens)
+
+    monkeypatch.setattr(Unmasking, "open_sums", lost)
+    sites.before_step = look
+    for name in LETTERS:
+        _start(sites, name, ROUNDS)
+    await asyncio.sleep(0)
+    before = sites.signals["c"]
+    await is_known.wait()
+    await sites.drain("c")
+    _start(sites, "c", ROUNDS)
+    await sites.end()
+    assert again[0] == 0
+    assert len(sites.heads()) == 1
 
 
 @pytest.mark.parametrize("end", ["rest", "leave", "kill"])
