@@ -292,7 +292,10 @@ class SwarmOptimizer(torch.optim.Optimizer):
         else:
             self.inner.step()
             self.work.stepped(keeps_buffers=self.site is not None and self.site.privacy is not None)
-        self.work.add_step(samples, tokens if self.site is None else self.site.weight)
+        if self.site is None:
+            self.work.add_step(samples, tokens)
+        else:  # Certificates tell both counts, and a batch may be all of a site's samples.
+            self.work.add_step(1, self.site.weight)
         self.total_tokens += tokens
         self.total_steps += 1
 
