@@ -64,6 +64,7 @@ async def test_sites_read_their_own_text_alone_and_weigh_what_the_manifest_says(
         _start(sites, name, ROUNDS)
     await sites.end()
     assert len(sites.heads()) == 1
+    assert not (sites.folder / "data").exists(), "no copy of a site's text is kept"
     for name, windows in seen.items():
         assert {chr(byte) for byte in b"".join(windows)} & LETTERS.keys() == {name}
         assert len(set(windows)) == len(windows), "a pass reads no window twice"
