@@ -97,10 +97,12 @@ class Departures:
     def withheld(self, record: PeerRecord) -> PeerRecord:
         """Return the record as it may leave, and remember its measurements for the log."""
         record = self._policy.withheld(record) if self._policy is not None else record
-        evaluation = asdict(record.evaluation) if record.evaluation is not None else None
         # A loss that is not finite leaves as ``diverged`` alone.
-        loss = record.loss if record.loss is not None and math.isfinite(record.loss) else None
-        self._metrics = {"loss": loss, "evaluation": evaluation}
+        self._metrics = {
+            "loss": record.loss if record.loss is not None and math.isfinite(record.loss) else None,
+            "evaluation": asdict(record.evaluation) if record.evaluation is not None else None,
+            "privacy": asdict(record.privacy) if record.privacy is not None else None,
+        }
         return record
 
     def last_round(self, now: int) -> int:
