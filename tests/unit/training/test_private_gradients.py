@@ -112,6 +112,25 @@ def test_one_sample_moves_a_step_by_the_clipping_norm_at_most_whatever_it_holds(
     assert torch.dist(gradients[0], gradients[1]) <= SPEC.clip_norm + 1e-5
 
 
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return values * self.scale
+
+
+def test_a_parameter_of_one_number_is_clipped_with_the_others() -> None:
+    module = Scaled()
+    private = _private(module, SPEC.model_copy(update={"noise_multiplier": 0.0}))
+    count = len(private.draw())
+    module(torch.full((count,), 3.0)).mean().backward()
+    private.privatise([module.scale])
+    assert module.scale.grad is not None
+    assert float(module.scale.grad) == pytest.approx(count * SPEC.clip_norm / BATCH)
+
+
 def test_an_empty_draw_is_a_step_of_noise_alone() -> None:
     module, private = _linear(0.0)
     private.rate = 1e-9
