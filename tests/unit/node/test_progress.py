@@ -85,7 +85,12 @@ async def test_no_record_tells_how_much_text_a_peer_has(tmp_path: Path, monkeypa
 
     def told(name: str) -> tuple[corpus.Encoder, int]:
         encode, size = load(name)
-        return lambda content: (notes.append(book.note()), encode(content))[1], size
+
+        def noted(content: bytes) -> corpus.Tokens:
+            notes.append(book.note())
+            return encode(content)
+
+        return noted, size
 
     monkeypatch.setattr(corpus, "load_tokenizer", told)
     corpus.load_corpus(DataSpec(source=f"path:{tmp_path / 'text'}"), 8, 256, jobs=book)
