@@ -29,6 +29,8 @@ from p2ptrain.training.worth import WorthAudits
 
 logger = logging.getLogger(__name__)
 
+NOT_SAVED = "a checkpoint was not saved: this peer's log tells why"
+"""The note of a failure to save: the record is public, and the error names folders of this machine."""
 REPORT_SECONDS = 2.0
 EVALUATION_SECONDS = 20.0
 FOLLOW_SECONDS = 1.0
@@ -345,7 +347,7 @@ class Trainer:
             self.saver.save()
         except (ResourceError, CheckpointError) as error:
             # Training continues: the next synchronisation detects and repairs a damaged state.
-            self.progress.note, self.unsaved = str(error), error
+            self.progress.note, self.unsaved = NOT_SAVED, error
             logger.error("%s", error)
         finally:
             self.is_saving = False
