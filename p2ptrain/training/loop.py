@@ -23,12 +23,14 @@ from p2ptrain.training.data.corpus import Corpus
 from p2ptrain.training.data.windows import Sampler
 from p2ptrain.training.evaluate import held_out_loss, language_model_loss
 from p2ptrain.training.metrics import MetricsWriter
-from p2ptrain.training.optimizer import KEEPS_BUDGET, PAUSE_SECONDS, SwarmOptimizer
+from p2ptrain.training.optimizer import KEEPS_BUDGET, PAUSE_SECONDS, SPENT_BUDGET, SwarmOptimizer
 from p2ptrain.training.sync.synchronizer import NOT_DRAWN, RoundResult
 from p2ptrain.training.worth import WorthAudits
 
 logger = logging.getLogger(__name__)
 
+NOT_SAVED = "a checkpoint was not saved: this peer's log tells why"
+"""The note of a failure to save: the record is public, and the error names folders of this machine."""
 REPORT_SECONDS = 2.0
 EVALUATION_SECONDS = 20.0
 FOLLOW_SECONDS = 1.0
@@ -170,8 +172,8 @@ class Trainer:
         if not self._rests() or self._stop.is_set():
             return
         if self.optimizer.is_spent:
-            self.progress.note = f"its privacy budget is spent: {self.optimizer.privacy}"
-            logger.warning("%s; this site contributes no more, and follows", self.progress.note)
+            self.progress.note = SPENT_BUDGET
+            logger.warning("%s: %s; this site contributes no more, and follows", SPENT_BUDGET, self.optimizer.privacy)
         self._contribute_rest()
         self._save()
         self._show_rest(True)
@@ -241,7 +243,8 @@ class Trainer:
         if site is not None and site.privacy is not None:
             batch = self._sampler.windows(site.privacy.draw())
         elif self._is_private:
-            batch = self._sampler.of_site(self.optimizer.total_steps * size, size)
+            batches = self.optimizer.total_steps + self.optimizer.dropped_batches
+            batch = self._sampler.of_site(batches * size, size)
         else:
             place = self._synchronizer.place
             batch = self._sampler.batch(head.samples, place, self.peer_id, head.round, self._index, size)
@@ -344,7 +347,7 @@ class Trainer:
             self.saver.save()
         except (ResourceError, CheckpointError) as error:
             # Training continues: the next synchronisation detects and repairs a damaged state.
-            self.progress.note, self.unsaved = str(error), error
+            self.progress.note, self.unsaved = NOT_SAVED, error
             logger.error("%s", error)
         finally:
             self.is_saving = False

@@ -37,6 +37,8 @@ from p2ptrain.training.sync.synchronizer import RoundResult, Synchronizer
 logger = logging.getLogger(__name__)
 
 KEEPS_BUDGET = "this site is alone: it keeps the last of its privacy budget until another one trains"
+SPENT_BUDGET = "its privacy budget is spent"
+"""The note of a site at rest: without its epsilon, which its policy may keep."""
 PAUSE_SECONDS = 1.0
 """Retry interval while the swarm is below its minimum of peers."""
 MARK_SECONDS = 1.0
@@ -290,7 +292,10 @@ class SwarmOptimizer(torch.optim.Optimizer):
         else:
             self.inner.step()
             self.work.stepped(keeps_buffers=self.site is not None and self.site.privacy is not None)
-        self.work.add_step(samples, tokens if self.site is None else self.site.weight)
+        if self.site is None:
+            self.work.add_step(samples, tokens)
+        else:  # Certificates tell both counts, and a batch may be all of a site's samples.
+            self.work.add_step(1, self.site.weight)
         self.total_tokens += tokens
         self.total_steps += 1
 

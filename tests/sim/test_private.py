@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import torch
 
+from p2ptrain.averaging.allreduce.unmasking import Unmasking
 from p2ptrain.averaging.averager import Averager, RoundOutcome
-from p2ptrain.averaging.commit.attempt import decode_means
+from p2ptrain.averaging.commit.attempt import AttemptFailedError, decode_means
 from p2ptrain.codecs import get_codec
 from p2ptrain.manifest import AdmissionSpec, PrivacySpec, PrivateSpec
 from p2ptrain.network.simulated import SimulatedNetwork
@@ -63,6 +64,7 @@ async def test_sites_read_their_own_text_alone_and_weigh_what_the_manifest_says(
         _start(sites, name, ROUNDS)
     await sites.end()
     assert len(sites.heads()) == 1
+    assert not (sites.folder / "data").exists(), "no copy of a site's text is kept"
     for name, windows in seen.items():
         assert {chr(byte) for byte in b"".join(windows)} & LETTERS.keys() == {name}
         assert len(set(windows)) == len(windows), "a pass reads no window twice"
@@ -71,6 +73,28 @@ async def test_sites_read_their_own_text_alone_and_weigh_what_the_manifest_says(
         trained, left_over = divmod(sites.sync(name).replica.trained_tokens, step)
         assert left_over == 0
         assert 2 * ROUNDS <= trained <= sites.trainers[name].optimizer.total_steps
+
+
+@simulated(seed=3)
+async def test_a_batch_that_was_dropped_is_not_read_again_until_the_next_pass(
+    network: SimulatedNetwork, begin: Begin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sites = begin(network, TRAINING, private=PrivateSpec())
+    _write(sites)
+    loss, bad = Trainer._loss, list[bytes]()
+
+    def spoiled(trainer: Trainer, batch: np.ndarray) -> torch.Tensor:
+        found = loss(trainer, batch)
+        if trainer is sites.trainers["c"] and trainer.optimizer.total_steps == 2:
+            bad.append(batch.tobytes())
+        return found * float("nan") if batch.tobytes() in bad[:1] else found
+
+    monkeypatch.setattr(Trainer, "_loss", spoiled)
+    for name in LETTERS:
+        _start(sites, name, ROUNDS)
+    await sites.end()
+    assert sites.trainers["c"].optimizer.dropped_batches == 1
+    assert sites.round("c") == ROUNDS
 
 
 @simulated(seed=6)
@@ -144,7 +168,7 @@ async def test_a_site_whose_privacy_budget_is_spent_follows_and_the_others_train
     at_rest = spent.round
     record = sites.nodes["c"].record.describe()
     assert record.state == "resting"
-    assert "privacy budget is spent" in record.note
+    assert record.note == "its privacy budget is spent", "without the epsilon, which a policy may keep"
     assert record.privacy is not None
     assert record.privacy.epsilon <= privacy.epsilon
     assert record.loss is None, "a loss of training samples is not covered by the bound"
@@ -213,6 +237,46 @@ async def test_masked_sums_are_those_of_the_noised_updates_and_a_spent_site_leav
     assert [trainer.optimizer.is_spent for trainer in sites.trainers.values()] == [
         name == "c" for name in sites.trainers
     ]
+
+
+@simulated(seed=9)
+async def test_a_site_that_leaves_while_its_sum_is_known_does_not_average_the_update_again(
+    network: SimulatedNetwork, begin: Begin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = {name: SimulatedSigner(network.seed, name, {}).peer_id for name in LETTERS}
+    sites = begin(
+        network, TRAINING, private=PrivateSpec(), secure_aggregation=SECURE,
+        admission=AdmissionSpec(mode="allowlist", members=tuple(ids.values())),
+        aggregation="mean", codec="fp32", group_size=8, min_peers=3, quorum=1.0, spot_checks=0,
+    )  # fmt: skip
+    _write(sites)
+    open_sums, is_known, again = Unmasking.open_sums, asyncio.Event(), list[int]()
+
+    async def lost(verifier: Unmasking) -> None:
+        await open_sums(verifier)
+        session = verifier._session
+        if session.attempt.head.round == 2 and not again:
+            if session.own.peer == ids["c"]:
+                is_known.set()
+                await asyncio.Event().wait()
+            raise AttemptFailedError("the round was lost")
+
+    def look(name: str, trainer: Trainer) -> None:
+        if name == "c" and sites.signals["c"] is not before:
+            again.append(trainer.optimizer.work.tokens)
+
+    monkeypatch.setattr(Unmasking, "open_sums", lost)
+    sites.before_step = look
+    for name in LETTERS:
+        _start(sites, name, ROUNDS)
+    await asyncio.sleep(0)
+    before = sites.signals["c"]
+    await is_known.wait()
+    await sites.drain("c")
+    _start(sites, "c", ROUNDS)
+    await sites.end()
+    assert again[0] == 0
+    assert len(sites.heads()) == 1
 
 
 @pytest.mark.parametrize("end", ["rest", "leave", "kill"])

@@ -3,18 +3,19 @@
 import asyncio
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from p2ptrain.averaging.allreduce.unmasking import Unmasking
-from p2ptrain.averaging.averager import Averager
+from p2ptrain.averaging.averager import SPENT, Averager
 from p2ptrain.averaging.commit.attempt import SpentError
 from p2ptrain.averaging.masking.keys import least_to_unmask
 from p2ptrain.errors import TemporaryError
 from p2ptrain.network.simulated import SimulatedNetwork
-from p2ptrain.training.sync.replica import Replica
+from p2ptrain.training.sync.replica import MAX_DROPS, Replica
 from tests.support.coroutines import simulated
 from tests.support.sim.averagers import AveragingPeer, start_averagers
 from tests.support.sim.mask_schedules import PHASES, draw_mask_schedule, find_mask_problems, watched
@@ -172,3 +173,25 @@ async def test_trainers_average_masked_updates_and_drop_one_that_is_spent(
     await swarm.until(lambda: min(t.sync.head.round for t in swarm.alive) >= 5, 600, "five rounds")
     assert dropped == [2]
     assert len(masked) >= 4 * len(names)
+
+
+@simulated(seed=5)
+async def test_a_site_whose_cell_comes_too_late_again_and_again_trains_on(
+    network: SimulatedNetwork, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    averaging = {"aggregation": "mean", "codec": "fp32", "group_size": 32, "min_peers": 3}
+    manifest = make_manifest(**averaging).model_copy(update={"secure_aggregation": SECURE})
+    swarm = SimulatedSwarm(network, manifest, 4)
+    average = Averager.average
+
+    async def late(averager: Averager, *given: Any) -> Any:
+        outcome = await average(averager, *given)
+        is_late = averager is swarm.trainers["c"].sync.averager
+        return replace(outcome, contributed=False, refusal=SPENT) if is_late else outcome
+
+    monkeypatch.setattr(Averager, "average", late)
+    for name in ("a", "b", "c", "d"):
+        swarm.start(name)
+    await swarm.until(lambda: min(t.sync.head.round for t in swarm.alive) > MAX_DROPS, 600, "some rounds")
+    assert len(swarm.alive) == 4
+    assert swarm.trainers["c"].sync.reports[-1].reason.endswith("dropped")

@@ -40,7 +40,7 @@ class LoneSynchronizer:
         self.feedback = SimpleNamespace(residual=torch.arange(state.layout.num_values, dtype=torch.float32))
         self.averager = SimpleNamespace(contributions=self)
         self.replica = self.pacing = self
-        self.context = SimpleNamespace(participation=1.0)
+        self.context = SimpleNamespace(participation=1.0, secure_aggregation=None)
         self.position = SimpleNamespace(is_closing=False)
         self.forgot: list[int] = []
         self.fail_rounds = False

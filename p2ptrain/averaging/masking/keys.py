@@ -197,11 +197,13 @@ class Masking:
 
     def open_box(self, dealer: int, box: bytes) -> tuple[bytes, bytes]:
         """Return this member's shares of a dealer's `PAIR` and `OWN`; raise `MaskError` if the box is false."""
+        peer = self.roster.members[dealer]
         try:
             shares = AESGCM(self._box_key(dealer, self.own)).decrypt(_BOX_NONCE, box, None)
         except InvalidTag as error:
-            peer = self.roster.members[dealer]
             raise MaskError(peer, f"peer {peer[-8:]} sent key shares that do not decrypt") from error
+        if len(shares) != 2 * SHARE_BYTES:  # Others would take this member for the liar that reveals them.
+            raise MaskError(peer, f"peer {peer[-8:]} sent key shares of {len(shares)} bytes")
         return shares[:SHARE_BYTES], shares[SHARE_BYTES:]
 
     def _box_key(self, dealer: int, recipient: int) -> bytes:

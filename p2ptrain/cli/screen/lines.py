@@ -141,7 +141,8 @@ def held_out_parts(snapshot: Snapshot) -> list[str]:
     found = snapshot.headline.evaluation
     if found is None:
         return []
-    sites = sum(peer.record.evaluation is not None for peer in snapshot.peers)
+    told = [peer.record.evaluation for peer in snapshot.peers if peer.record.evaluation is not None]
+    sites = sum(each.metric == found.metric for each in told)
     return [f"{printable(human_evaluation(found))} (95 %)", f"over {counted(sites, 'site')}"]
 
 

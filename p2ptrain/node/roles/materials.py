@@ -45,7 +45,9 @@ def load_text(peer: Peer, config: PeerConfig) -> Corpus:
     model = peer.manifest.model
     check_reads_text(model)
     data = local_data(peer.manifest, config.weights, config.allow_path, config.data)
-    return load_corpus(data, model.context, model.vocabulary, config.run_dir.parent / "data", peer.jobs)
+    # A cache would be a copy of the site's records that outlives them, in a folder that consent does not name.
+    cache = config.run_dir.parent / "data" if peer.manifest.private is None else None
+    return load_corpus(data, model.context, model.vocabulary, cache, peer.jobs)
 
 
 def build_whole_model(peer: Peer, config: PeerConfig) -> torch.nn.Module:

@@ -16,7 +16,7 @@ from p2ptrain.pipeline.plan import PipelinePlan
 from p2ptrain.training.checkpoints import SavePolicy
 from p2ptrain.training.checkpoints.saving import Saver
 from p2ptrain.training.learning_rate import WrappedOptimizer, by_round
-from p2ptrain.training.optimizer import SwarmOptimizer
+from p2ptrain.training.optimizer import SPENT_BUDGET, SwarmOptimizer
 from p2ptrain.training.optimizer_checks import check_optimizer
 from p2ptrain.training.private.site import Site
 from p2ptrain.training.state.initial_state import initial_state
@@ -68,7 +68,7 @@ def share_optimizer(
             # A loss of training samples would tell of them beside what the budget covers.
             loss=shared.loss if shared.privacy is None else None,
             state="resting" if shared.is_spent else record.state,
-            note=f"its privacy budget is spent: {shared.privacy}" if shared.is_spent else record.note,
+            note=SPENT_BUDGET if shared.is_spent else record.note,
             tokens_per_second=shared.tokens_per_second,
             round_tokens=shared.work.tokens,
             evaluation=shared.evaluation,

@@ -59,6 +59,8 @@ def read_chain(path: Path, verifier: Signer, peer: str = "", *, only_last: bool 
         IntegrityError: A line was changed, removed, added or moved, or the log lost lines at its end.
         OSError: It cannot be read.
     """
+    last = _head_file(path)
+    expected = last.read_text().strip() if last.exists() else None  # First, because a running peer appends meanwhile.
     whole, _, torn = path.read_bytes().rpartition(b"\n")
     entries: list[dict[str, Any]] = []
     hashes: list[str] = []
@@ -79,8 +81,7 @@ def read_chain(path: Path, verifier: Signer, peer: str = "", *, only_last: bool 
             raise IntegrityError(f"{where} is not signed by peer {peer}")
         entries.append(entry)
         hashes.append(hashlib.sha256(line).hexdigest())
-    last = _head_file(path)
-    if last.exists() and (expected := last.read_text().strip()) not in hashes:
+    if expected is not None and expected not in hashes:
         raise IntegrityError(f"{path} lost lines at its end: none has the hash {expected} of {last}")
     return Verified(entries, hashes, len(torn))
 
@@ -114,6 +115,8 @@ class Chain:
             found = Verified([], [], 0)
             if path.exists():
                 found = read_chain(path, signer, signer.peer_id, only_last=True)
+            elif (last := _head_file(path)).exists():
+                raise IntegrityError(f"{path} is gone, and {last} names its last line: put it back")
             chain = cls(path, signer, now, found)
             if found.torn_bytes:
                 os.truncate(path, path.stat().st_size - found.torn_bytes)

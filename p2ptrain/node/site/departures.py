@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import asdict
 from typing import Any
@@ -96,8 +97,12 @@ class Departures:
     def withheld(self, record: PeerRecord) -> PeerRecord:
         """Return the record as it may leave, and remember its measurements for the log."""
         record = self._policy.withheld(record) if self._policy is not None else record
-        evaluation = asdict(record.evaluation) if record.evaluation is not None else None
-        self._metrics = {"loss": record.loss, "evaluation": evaluation}
+        # A loss that is not finite leaves as ``diverged`` alone.
+        self._metrics = {
+            "loss": record.loss if record.loss is not None and math.isfinite(record.loss) else None,
+            "evaluation": asdict(record.evaluation) if record.evaluation is not None else None,
+            "privacy": asdict(record.privacy) if record.privacy is not None else None,
+        }
         return record
 
     def last_round(self, now: int) -> int:

@@ -76,6 +76,8 @@ class Saver:
         if drift is not None and "drift" in local and local["drift"].shape == drift.step.shape:
             drift.step.copy_(local["drift"])
         waiting = {name: tensor for name, tensor in local.items() if name in ("live", "accumulated")}
+        if self._synchronizer.replica.context.secure_aggregation is not None:
+            waiting = {}  # A group may know a sum with it by now.
         if waiting and _is_finite("the work that waits", waiting) and work.restore(extra["work"], waiting):
             self._synchronizer.averager.contributions.forget(range(len(work.pending)))
         else:

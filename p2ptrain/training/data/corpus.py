@@ -255,7 +255,8 @@ def _build(spec: DataSpec, encode: Encoder, vocabulary: int, jobs: Progress) -> 
         raise ConfigError(f"data.source {spec.source!r} holds no text: give a file or folder with UTF-8 text")
     dtype = _smallest_dtype(vocabulary)
     encoded_bytes = 0
-    with jobs("turning the text into tokens") as advance:
+    # A long job in "bytes" is in the peer's public record, with its size: this one would tell how much text a site has.
+    with jobs("turning the text into tokens", "bytes of text") as advance:
 
         def encoded(document: Document) -> Tokens:
             nonlocal encoded_bytes

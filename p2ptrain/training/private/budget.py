@@ -98,7 +98,7 @@ class PrivacyBudget:
             now.steps += self._ahead
             try:
                 if self._path is not None:
-                    replace_file(self._path, msgspec.json.encode(self._history))
+                    replace_file(self._path, msgspec.json.encode(self._history), synced=True)
             except OSError as error:
                 now.steps, self._ahead = now.steps - self._ahead, 0
                 raise ResourceError(

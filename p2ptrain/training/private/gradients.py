@@ -153,9 +153,10 @@ class PrivateGradients:
             parameter.grad = total.div_(expected).to(parameter.dtype)
 
     def clear(self, parameters: list[Tensor]) -> None:
-        """Drop the samples' gradients of a batch that takes no step."""
+        """Drop the samples' gradients of a batch that takes no step; a data loader may have drawn later ones."""
         self._take(parameters)
-        self.drawn.clear()
+        if self.drawn:
+            self.drawn.popleft()
 
     def _take(self, parameters: list[Tensor]) -> list[list[Tensor | None]]:
         """Return the samples' gradients by backward pass and parameter, ``[batch, *shape]``; forget them."""
@@ -171,7 +172,7 @@ class PrivateGradients:
         for index, parameter in enumerate(parameters):
             parts = [part for one in passes if (part := one[index]) is not None]
             total = sum((part.sum(0) / len(part) for part in parts), torch.zeros(()))
-            size = sum(float(part.flatten(1).norm(dim=1).mean()) for part in parts)
+            size = sum(float(part.reshape(len(part), -1).norm(dim=1).mean()) for part in parts)
             if parameter.grad is not None and torch.dist(parameter.grad, total) > MISMATCH * size:
                 raise UsageError(
                     f"the gradient of a parameter of shape {tuple(parameter.shape)} is not the mean of its samples': a"
@@ -182,7 +183,7 @@ class PrivateGradients:
     def _clipped(self, parts: list[Tensor | None]) -> Iterator[Tensor]:
         """Yield the sum of the clipped gradients of each parameter; a sample with values that are not finite is 0."""
         held = [part for part in parts if part is not None]
-        norms = torch.stack([part.flatten(1).float().norm(dim=1) for part in held]).norm(dim=0)
+        norms = torch.stack([part.reshape(len(part), -1).float().norm(dim=1) for part in held]).norm(dim=0)
         factors = torch.where(norms.isfinite(), (self._clip_norm / norms.clamp(min=1e-12)).clamp(max=1.0), 0.0)
         for part in parts:
             if part is None:

@@ -28,7 +28,8 @@ def partition(form: str, labels: npt.NDArray[np.integer], num_sites: int, seed: 
     """
     if num_sites < 1 or len(labels) < LEAST * num_sites:
         most = len(labels) // LEAST
-        raise UsageError(f"{num_sites} sites with {len(labels)} samples: each needs {LEAST}; give 1 to {most} sites")
+        hint = f"give 1 to {most} sites" if most else "give more data"
+        raise UsageError(f"{num_sites} sites with {len(labels)} samples: each needs {LEAST}; {hint}")
     rng = np.random.default_rng(seed)
     match form.split(":"):
         case ["iid"]:

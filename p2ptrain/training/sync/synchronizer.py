@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from p2ptrain.averaging.averager import RoundOutcome
+from p2ptrain.averaging.averager import SPENT, RoundOutcome
 from p2ptrain.averaging.commit.attempt import AttemptFailedError, PeerPart, SpentError, UnencodableError
 from p2ptrain.averaging.grouping.matchmaker import BehindError, MismatchError, NoGroupError
 from p2ptrain.averaging.protocol.certificate import Head
@@ -252,7 +252,10 @@ class Synchronizer:
         if outcome.contributed:
             await self.replica.update_feedback(body, outcome.encoded)
         reason = "" if outcome.contributed else "late: this peer's work waits for the next round"
-        if outcome.refusal and not outcome.contributed:
+        if outcome.refusal == SPENT and not outcome.contributed:  # No fault of this peer, in however many rounds.
+            await self.replica.reset(work)
+            reason = f"this peer {SPENT}: it was dropped"
+        elif outcome.refusal and not outcome.contributed:
             # The group would refuse the same work again, with a longer backoff each time.
             reason = await self.replica.drop(work, f"this peer {outcome.refusal}")
         await self.replica.apply(outcome.result, work, outcome.contributed)

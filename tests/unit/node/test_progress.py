@@ -2,10 +2,13 @@ import asyncio
 import logging
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
+from p2ptrain.manifest import DataSpec
 from p2ptrain.node.reports.jobs import JobBook
+from p2ptrain.training.data import corpus
 from tests.support.coroutines import on_loop
 
 
@@ -72,3 +75,23 @@ def test_a_transfer_that_lasts_is_told_to_others_with_its_rate(monkeypatch: pyte
         advance(6_000_000_000, 20_000_000_000)
         assert book.note() == "downloading the state: 30 % of 20.00 GB, 10.00 MB/s"
     assert book.note() == ""
+
+
+@on_loop
+async def test_no_record_tells_how_much_text_a_peer_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("p2ptrain.node.reports.jobs.TOLD_SECONDS", 0.0)
+    (tmp_path / "text").write_text("a letter\n" * 1000)
+    book, notes, load = JobBook(asyncio.get_running_loop()), list[str](), corpus.load_tokenizer
+
+    def told(name: str) -> tuple[corpus.Encoder, int]:
+        encode, size = load(name)
+
+        def noted(content: bytes) -> corpus.Tokens:
+            notes.append(book.note())
+            return encode(content)
+
+        return noted, size
+
+    monkeypatch.setattr(corpus, "load_tokenizer", told)
+    corpus.load_corpus(DataSpec(source=f"path:{tmp_path / 'text'}"), 8, 256, jobs=book)
+    assert set(notes) == {""}

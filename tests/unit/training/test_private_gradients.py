@@ -112,6 +112,25 @@ def test_one_sample_moves_a_step_by_the_clipping_norm_at_most_whatever_it_holds(
     assert torch.dist(gradients[0], gradients[1]) <= SPEC.clip_norm + 1e-5
 
 
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return values * self.scale
+
+
+def test_a_parameter_of_one_number_is_clipped_with_the_others() -> None:
+    module = Scaled()
+    private = _private(module, SPEC.model_copy(update={"noise_multiplier": 0.0}))
+    count = len(private.draw())
+    module(torch.full((count,), 3.0)).mean().backward()
+    private.privatise([module.scale])
+    assert module.scale.grad is not None
+    assert float(module.scale.grad) == pytest.approx(count * SPEC.clip_norm / BATCH)
+
+
 def test_an_empty_draw_is_a_step_of_noise_alone() -> None:
     module, private = _linear(0.0)
     private.rate = 1e-9
@@ -142,6 +161,19 @@ def test_batches_that_were_not_drawn_are_refused() -> None:
     with pytest.raises(UsageError, match=r"batches\(dataset\)"):
         private.privatise(list(module.parameters()))
     assert not private.budget.taken  # type: ignore[attr-defined]
+
+
+def test_a_batch_that_takes_no_step_leaves_those_that_a_loader_drew_ahead() -> None:
+    module, private = _linear(1.0)
+    drawn = list(private.batches(SAMPLES))
+    for number, batch in enumerate(drawn):
+        module.zero_grad()
+        module(torch.randn(len(batch), 3)).square().sum(1).mean().backward()
+        if number == 1:  # As while a site sits out a round.
+            private.clear(list(module.parameters()))
+        else:
+            private.privatise(list(module.parameters()))
+    assert private.budget.taken == len(drawn) - 1  # type: ignore[attr-defined]
 
 
 def test_a_parameter_that_is_used_outside_of_its_layer_is_noticed() -> None:
@@ -182,10 +214,14 @@ def test_the_budget_is_the_accountants_and_no_step_exceeds_it(tmp_path: Path) ->
     assert accountant.get_epsilon(SPEC.delta) > SPEC.epsilon
 
 
-def test_what_is_spent_is_on_the_disk_before_the_step_and_outlives_the_process(tmp_path: Path) -> None:
-    path = tmp_path / "privacy.json"
+def test_what_is_spent_is_on_the_disk_before_the_step_and_outlives_the_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, synced = tmp_path / "privacy.json", list[int]()
+    monkeypatch.setattr("os.fsync", synced.append)
     first = _budget(path)
     first.spend()
+    assert len(synced) == 2, "the file and its folder: a power failure loses no count"
     after_a_kill = _budget(path)
     assert after_a_kill.loss.epsilon >= first.epsilon_of(1)
     left = 0

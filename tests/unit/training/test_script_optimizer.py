@@ -14,6 +14,7 @@ from p2ptrain.errors import UsageError
 from p2ptrain.training import optimizer as optimizer_module
 from p2ptrain.training.evaluate import mean_and_error
 from p2ptrain.training.optimizer_checks import check_optimizer, differences, step_rule
+from p2ptrain.training.private.site import Site
 from tests.support.lone import lone_peer
 from tests.support.processes.worker import make_model, make_optimizer
 
@@ -51,6 +52,18 @@ def test_an_accuracy_that_is_reported_does_not_tell_the_number_of_samples(tmp_pa
         part = [1.0] * int(hits) + [0.0] * (8 - int(hits))
         assert (told.mean, told.error) == pytest.approx(mean_and_error(part))
         assert peer.optimizer.report(values, "accuracy") == told, "the same samples each time"
+
+
+def test_a_round_does_not_tell_how_many_samples_a_site_reads(tmp_path: Path) -> None:
+    model = Told()
+    with lone_peer(tmp_path, model, torch.optim.SGD(model.parameters(), 0.0), every=100) as peer:
+        peer.optimizer.site, peer.optimizer.samples_per_step = Site(weight=8), 13
+        for size in (None, 11):  # A script may count a batch itself.
+            model(1.0).loss.backward()
+            if size is not None:
+                peer.optimizer.count(size, 10 * size)
+            peer.optimizer.step()
+        assert (peer.optimizer.work.samples, peer.optimizer.work.tokens) == (2, 2 * 8)
 
 
 def test_the_loss_of_the_model_s_outputs_is_seen(tmp_path: Path, clock: SimpleNamespace) -> None:

@@ -35,7 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from p2ptrain.cli.running import run_async
-    from p2ptrain.network.swarm_index import Index, read_index, to_text
+    from p2ptrain.network.identity import Identity
+    from p2ptrain.network.swarm_index import Index, read_index, to_text, with_entries
 
     source: str = arguments.source
     if source.startswith("p2ptrain:"):
@@ -50,7 +51,9 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.expires or arguments.link:
             raise UsageError("--expires and --link are signed in an entry: give them with the organizer's folder")
     if arguments.into is None:
-        print(to_text(Index(entries)).decode(), end="")
+        with Identity.ephemeral() as verifier:
+            index, _ = with_entries(Index(()), entries, time.time(), verifier)
+        print(to_text(index).decode(), end="")
     else:
         _write(arguments.into, entries, arguments.key)
     return 0
@@ -74,7 +77,7 @@ def _announced(folder: Path, link: str | None, lifetime: int) -> Entry:
     from p2ptrain.cli.screen.swarm_view import look_once
     from p2ptrain.manifest import SIGNED_FILE
     from p2ptrain.network.identity import Identity
-    from p2ptrain.network.swarm_index import Entry, sign_entry, verify_entry
+    from p2ptrain.network.swarm_index import Entry, sign_entry
 
     with Organizer.at(folder, link) as organizer:
         plain = organizer.link
@@ -91,9 +94,7 @@ def _announced(folder: Path, link: str | None, lifetime: int) -> Entry:
         round=found.round,
     )
     with Identity.create_or_load(folder / KEY_FILE) as key:
-        signed = sign_entry(entry, key)
-        verify_entry(signed, now, key)
-    return signed
+        return sign_entry(entry, key)
 
 
 def _write(path: Path, entries: tuple[Entry, ...], key: Path | None) -> None:

@@ -3,7 +3,8 @@
 Show the public swarms of an index: model, what a peer needs, members and health, admission, organizer. The organizer of
 each swarm signed its entry; one that is changed, expired or not signed is shown as refused. Members and health are as
 the organizer last announced them; with --live each swarm is asked itself, as 'p2ptrain status' does, and joined by
-nobody. To take part, run the 'p2ptrain join' that is printed: it shows what it will do, and asks.
+nobody. To take part, run the 'p2ptrain join' that is printed: it shows what it will do, and asks. No link here lets
+anybody into a swarm by invite: ask its organizer for one.
 The address is https, or http on this machine. --index-key is the key of the index's host: what the host did not sign
 is then refused.
 """
@@ -137,7 +138,7 @@ def _swarm_lines(listed: Listed, live: Headline | str | None, now: float) -> lis
         f"  needs      {needs if isinstance(needs, str) else _needs_text(needs, listed)}",
         f"  admission  {_ADMISSION[manifest.admission.mode]}",
         f"  organizer  {manifest.organizer}",
-        f"  p2ptrain join {shlex.quote(str(listed.link))}",
+        *([] if manifest.admission.mode == "invite" else [f"  p2ptrain join {shlex.quote(str(listed.link))}"]),
     ]
 
 

@@ -107,7 +107,8 @@ def _line(report: RoundReport, seconds: float, metric: str) -> str:
 def _as_json(report: RoundReport) -> dict[str, object]:
     pooled = report.pooled
     return {
-        "round": report.round, "loss": report.loss, "mean": pooled.mean if pooled else None,
+        "round": report.round, "loss": report.loss if math.isfinite(report.loss) else None,
+        "mean": pooled.mean if pooled else None,
         "interval": pooled.interval if pooled else None, "by_site": report.by_site, "sent_bytes": report.sent_bytes,
         "left_out": report.left_out, **({"epsilon": report.epsilon} if report.epsilon else {}),
     }  # fmt: skip

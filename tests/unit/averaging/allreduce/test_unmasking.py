@@ -14,6 +14,7 @@ from p2ptrain.averaging.allreduce import unmasking as module
 from p2ptrain.averaging.allreduce.messages import Mask
 from p2ptrain.averaging.allreduce.unmasking import AGREED, Unmasking
 from p2ptrain.averaging.commit.attempt import AttemptFailedError, UnencodableError
+from p2ptrain.averaging.masking import keys
 from p2ptrain.averaging.masking.codec import Grid, Stream, add_streams
 from p2ptrain.averaging.masking.keys import OWN, PAIR, is_secret_of
 from p2ptrain.averaging.masking.sharing import recover
@@ -276,14 +277,19 @@ async def test_a_member_signs_one_result_and_reveals_one_kind_of_share_of_each_m
     assert shares.isdisjoint(pair_kind)
 
 
+@pytest.mark.parametrize("how", ["do not decrypt", "are too short"])
 @simulated(members, 5, seed=9)
 async def test_false_key_shares_are_noticed_before_anything_is_revealed(
-    swarm: list[Member], monkeypatch: pytest.MonkeyPatch
+    swarm: list[Member], how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told = Told(monkeypatch)
     roster = make_masked_roster(swarm, make_vectors(5, 60), [10] * 5)
     liar = unmasking(roster[2])
-    liar._own_boxes = tuple(box[::-1] for box in liar._own_boxes)
+    if how == "are too short":
+        monkeypatch.setattr(keys, "split", lambda *_: [b"short"] * 5)
+        liar._own_boxes = liar._masking.boxes()
+    else:
+        liar._own_boxes = tuple(box[::-1] for box in liar._own_boxes)
     for index, failure in enumerate(await run_all(roster)):
         assert isinstance(failure, AttemptFailedError)
         if index != 2:

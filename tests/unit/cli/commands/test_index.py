@@ -3,6 +3,7 @@
 import json
 import time
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from msgspec.structs import replace
@@ -61,6 +62,16 @@ def test_a_swarm_is_shown_with_its_needs_and_how_to_join(tmp_path: Path, capsys:
         assert words in text
     assert "now " not in text
     assert "now        nobody is there" in listed(capsys, "--index", path, "--live")
+
+
+@pytest.mark.parametrize(("mode", "lines"), [("invite", 0), ("allowlist", 1)])
+def test_a_line_to_join_with_is_shown_only_where_the_link_suffices(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], mode: Literal["invite", "allowlist"], lines: int
+) -> None:
+    manifest = Manifest(admission=AdmissionSpec(mode=mode))
+    text = listed(capsys, "--index", write(tmp_path / "i.json", entry_of(manifest)))
+    assert f"admission  {mode}: ask the organizer" in text
+    assert text.count("p2ptrain join") == lines
 
 
 def test_scripts_get_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -163,6 +174,18 @@ def test_a_host_collects_entries_and_signs_them_with_one_key(
     assert main(["announce", entry, "--into", str(index), "--key", str(tmp_path / "other.key")]) == 3
     index.write_bytes(to_text(replace(found, issued=1)))
     assert main(["announce", entry, "--into", str(index), "--key", str(key)]) == 8
+
+
+@pytest.mark.parametrize("into", [[], ["--into", "index.json"]])
+def test_an_entry_that_must_not_be_used_is_not_passed_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, into: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    good = entry_of(Manifest())
+    for false in (replace(good, peers=999), entry_of(Manifest(), at=1_700_000_000)):
+        assert main(["announce", write(tmp_path / "entry.json", false), *into]) == 8
+        assert capsys.readouterr().out == ""
+    assert main(["announce", write(tmp_path / "entry.json", good), *into]) == 0
 
 
 def test_a_swarm_that_does_not_answer_is_not_announced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ from rich.text import Text
 from p2ptrain.cli.screen.lines import bar, job_line, model_line, peer_lines, swarm_lines
 from p2ptrain.cli.screen.swarm_view import block, frame, rendered, what_changes
 from p2ptrain.cli.screen.table import clipped, plain_table, table_lines
-from p2ptrain.network.records.evaluation import PrivacyLoss
+from p2ptrain.network.records.evaluation import Evaluation, PrivacyLoss
 from p2ptrain.node.reports.jobs import Job
 from p2ptrain.status.progress import PeerProgress
 from p2ptrain.status.snapshot import build_snapshot
@@ -167,3 +167,9 @@ def test_the_largest_loss_of_privacy_and_the_sites_at_rest_are_told() -> None:
     assert f"privacy: {told}" in rendered(snapshot)
     assert "ε 8.00 of 8" in "".join(each.plain for each in swarm_lines(snapshot, 120))
     assert "privacy" not in rendered(snapshot_of([trainer("c")]))
+
+
+def test_the_pooled_measurement_is_over_the_sites_of_its_metric() -> None:
+    told = {"a": "accuracy", "b": "accuracy", "c": "loss"}
+    records = [trainer(name, evaluation=Evaluation(metric, 3, 0.5, 0.1, 64)) for name, metric in told.items()]
+    assert "held out: accuracy 0.500 ± 0.139 (95 %), over 2 sites" in rendered(snapshot_of(records))

@@ -57,6 +57,28 @@ def test_a_changed_log_is_refused_and_not_continued(tmp_path: Path, change: Call
         Chain.go_on(path, NamedSigner("site"), lambda: 7.0)
 
 
+def test_a_log_verifies_while_its_peer_appends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, verify = tmp_path / "left.jsonl", NamedSigner.verify
+    chain = written(path)
+
+    def slow(signer: NamedSigner, peer: str, message: bytes, proof: bytes) -> bool:
+        chain.append("sending", round=9, receivers=[])
+        return verify(signer, peer, message, proof)
+
+    monkeypatch.setattr(NamedSigner, "verify", slow)
+    assert len(read_chain(path, NamedSigner("x")).entries) == 9
+    assert chain.size == 18
+
+
+def test_a_log_that_is_gone_is_not_begun_anew(tmp_path: Path) -> None:
+    path = tmp_path / "left.jsonl"
+    written(path)
+    path.unlink()
+    with pytest.raises(IntegrityError, match=r"left\.jsonl is gone"):
+        Chain.go_on(path, NamedSigner("site"), lambda: 7.0)
+    assert not path.exists()
+
+
 def test_a_start_verifies_one_signature_however_long_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, verify, verified = tmp_path / "left.jsonl", NamedSigner.verify, list[str]()
     written(path, rounds=50)

@@ -9,6 +9,7 @@ import torch
 from opacus.accountants import RDPAccountant
 
 from p2ptrain.averaging.protocol.table import SLEEP_ROUNDS
+from p2ptrain.cli.commands.private.simulate import _as_json
 from p2ptrain.cli.main import main
 from p2ptrain.errors import DivergedError, UsageError
 from p2ptrain.manifest import Manifest
@@ -48,6 +49,8 @@ def test_unknown_partitions_are_refused(form: str) -> None:
 def test_more_sites_than_samples_are_refused() -> None:
     with pytest.raises(UsageError, match=f"200 sites.* give 1 to {len(LABELS) // LEAST} sites"):
         partition("iid", LABELS, 200, seed=1)
+    with pytest.raises(UsageError, match="1 sites with 2 samples: each needs 3; give more data"):
+        partition("iid", LABELS[:2], 1, seed=1)
 
 
 def _run(
@@ -185,6 +188,11 @@ def test_partial_participation_trains_a_part_of_the_sites_and_forgets_none() -> 
 def test_a_site_that_diverges_is_named() -> None:
     with pytest.raises(DivergedError, match="site00000"):
         _run(scale=float("nan"))
+
+
+def test_a_loss_that_is_not_finite_is_none_in_json() -> None:
+    """As with a bad sample under differential privacy, which a step leaves out."""
+    assert _as_json(RoundReport(1, float("nan"), None, {}, {}, 0))["loss"] is None
 
 
 def test_an_update_beyond_the_manifests_bound_is_told_in_words() -> None:
