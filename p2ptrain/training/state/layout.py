@@ -219,12 +219,15 @@ class Layout:
 
 
 def vector_codec(spec: AveragingSpec, layout: Layout) -> Codec:
-    """Return ``spec.codec``, mixed with ``spec.small_tensors`` if set; raise `IncompatibleError` if one is unknown."""
+    """Return ``spec.codec``, mixed with ``spec.small_tensors`` if set, and with fp32 for small buffers.
+
+    Raises:
+        IncompatibleError: A codec is unknown.
+    """
     codec = get_codec(spec.codec)
-    if not spec.small_tensors:
-        return codec
+    small_codec = get_codec(spec.small_tensors) if spec.small_tensors else codec
     sizes = [entry.num_values for entry in layout.entries]
-    return by_size(codec, get_codec(spec.small_tensors), sizes, spec.small_values)
+    return by_size(codec, small_codec, sizes, spec.small_values, len(layout.buffer_entries))
 
 
 Span = tuple[int, int, int]
