@@ -15,7 +15,7 @@ import asyncio
 import copy
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Any
 
@@ -93,11 +93,12 @@ class LocalContribution:
         self.steps += 1
         self.pending = [pending + tokens for pending in self.pending]
 
-    def add_gradients(self, tokens: int) -> None:
-        """Add the live gradients, which are finite, weighted by tokens."""
+    def add_gradients(self, trained: Iterable[torch.Tensor], tokens: int) -> None:
+        """Add the live gradients of the optimizer's parameters, which are finite, weighted by tokens."""
         assert self.accumulated is not None
+        held = set(map(id, trained))
         for entry, parameter in self.state.layout.parameters_of(self.module):
-            if parameter.grad is not None:
+            if parameter.grad is not None and id(parameter) in held:
                 part = self.accumulated[entry.offset : entry.offset + parameter.numel()]
                 gradient = parameter.grad.detach()
                 gradient = gradient.to_dense() if is_sparse(gradient) else gradient

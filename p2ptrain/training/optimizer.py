@@ -279,14 +279,13 @@ class SwarmOptimizer(torch.optim.Optimizer):
         return loss
 
     def _trained(self) -> list[torch.Tensor]:
-        if self._every == 1:
-            return [parameter for _, parameter in self.synchronizer.state.layout.parameters_of(self.module)]
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
     def _take_step(self, samples: int, tokens: int) -> None:
         self._drops_in_a_row = 0
         if self._every == 1:
-            self.work.add_gradients(tokens)
+            self._check_layout()
+            self.work.add_gradients(self._trained(), tokens)
         else:
             self.inner.step()
             self.work.stepped(keeps_buffers=self.site is not None and self.site.privacy is not None)

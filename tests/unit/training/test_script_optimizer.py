@@ -15,7 +15,7 @@ from p2ptrain.training import optimizer as optimizer_module
 from p2ptrain.training.evaluate import mean_and_error
 from p2ptrain.training.optimizer_checks import check_optimizer, differences, step_rule
 from tests.support.lone import lone_peer
-from tests.support.processes.worker import make_model, make_optimizer
+from tests.support.processes.worker import loss_of, make_model, make_optimizer
 
 
 class Told(nn.Module):
@@ -91,6 +91,32 @@ def test_parameters_cannot_be_added_frozen_or_unfrozen_later(tmp_path: Path) -> 
         model[0].requires_grad_(False)  # type: ignore[index]
         with pytest.raises(UsageError, match=r"requires_grad of 0\.bias, 0\.weight changed"):
             peer.optimizer.synchronize()
+
+
+def test_parameters_frozen_within_a_global_batch_are_told_of_in_one_line(tmp_path: Path) -> None:
+    model = make_model(8)
+    with lone_peer(tmp_path, model, make_optimizer(model), every=1, local_batch=1, global_batch=2) as peer:
+        model[0].requires_grad_(False)  # type: ignore[index]
+        with pytest.raises(UsageError, match=r"requires_grad of 0\.bias, 0\.weight changed"):
+            peer.optimizer.step()
+
+
+@pytest.mark.parametrize("training", [{"every": 2}, {"every": 1, "local_batch": 4, "global_batch": 8}], ids=str)
+def test_gradients_that_the_optimizer_does_not_hold_change_no_step(tmp_path: Path, training: dict[str, Any]) -> None:
+    """Its `zero_grad` leaves those of a body that is not frozen, so they add up from batch to batch."""
+    trained = []
+    for frozen in (True, False):
+        model = make_model(8)
+        model[0].requires_grad_(not frozen)  # type: ignore[index]
+        inner = torch.optim.SGD(model[2].parameters(), 0.1)  # type: ignore[index]
+        with lone_peer(tmp_path, model, inner, clip_norm=0.1, **training) as peer:
+            for step in range(8):
+                loss_of(model, [step, step + 1]).backward()  # type: ignore[no-untyped-call]
+                peer.optimizer.step()
+                peer.optimizer.zero_grad()
+            assert peer.synchronizer.head.round == 4
+        trained.append(model[2].weight.detach().clone())  # type: ignore[index]
+    torch.testing.assert_close(trained[1], trained[0])
 
 
 REFUSED: dict[str, tuple[int, Callable[[nn.Module], torch.optim.Optimizer], str]] = {
