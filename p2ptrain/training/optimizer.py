@@ -445,12 +445,14 @@ class SwarmOptimizer(torch.optim.Optimizer):
             metric: Its name, at most 32 characters.
 
         Raises:
-            UsageError: There are no values, their mean is not finite, or the name does not print.
+            UsageError: There are no values, their mean is not finite or above 1e12, or the name does not print.
         """
         part = measured_part(values) if values else []
         found = Evaluation.of(metric, self.round, *mean_and_error(part), len(part)) if part else None
         if found is None or not metric.isprintable() or not metric:
-            raise UsageError(f"report of {len(values)} values as {metric!r}: give finite values and a printable name")
+            raise UsageError(
+                f"report of {len(values)} values as {metric!r}: give values up to 1e12 and a printable name"
+            )
         self.evaluation = found
         return found
 
