@@ -162,8 +162,8 @@ class SwarmOptimizer(torch.optim.Optimizer):
         return self._loss
 
     @loss.setter
-    def loss(self, value: float | None) -> None:
-        self._loss, self._is_loss_set = value, value is not None
+    def loss(self, value: float | torch.Tensor | None) -> None:
+        self._loss, self._is_loss_set = None if value is None else _number(value), value is not None
 
     def _record_loss(self, given: Any, now: float) -> None:
         """Record a batch's loss; from a GPU at most every `MARK_SECONDS`, because reading it waits for the GPU."""
@@ -171,7 +171,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
         loss = observed if given is None and not self._is_loss_set else given
         is_near = not isinstance(loss, torch.Tensor) or loss.device.type == "cpu"
         if loss is not None and (is_near or now - self._loss_seen_at >= MARK_SECONDS):
-            self._loss = loss.item() if isinstance(loss, torch.Tensor) else float(loss)
+            self._loss = _number(loss)
             self._loss_seen_at = now
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -184,9 +184,9 @@ class SwarmOptimizer(torch.optim.Optimizer):
 
     def count(self, samples: int, tokens: int) -> None:
         """Set the size of the next local batch, if it differs from the default."""
+        self._counted = samples, tokens = int(samples), int(tokens)  # Which may be tensors, such as a mask's sum.
         if samples < 1 or tokens < 1:
             raise ValueError(f"a batch has at least one sample and token, not {samples} and {tokens}")
-        self._counted = (samples, tokens)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Count one local batch, and synchronise when the round is due; return the closure's loss, if any.
@@ -481,6 +481,10 @@ class SwarmOptimizer(torch.optim.Optimizer):
             self.work.pending, self.work.samples, self.work.steps = own["pending"], own["samples"], own["steps"]
             if self.work.accumulated is not None and own["accumulated"] is not None:
                 self.work.accumulated.copy_(own["accumulated"])
+
+
+def _number(value: Any) -> float:
+    return value.item() if isinstance(value, torch.Tensor) else float(value)
 
 
 class LossWatch:

@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -80,6 +81,19 @@ def test_the_loss_of_the_model_s_outputs_is_seen(tmp_path: Path, clock: SimpleNa
         assert opt.step(lambda: torch.tensor(2.5)) == opt.loss == 2.5
         opt.loss = None
         assert step(8.0) == 8.0
+
+
+@pytest.mark.parametrize("kind", [float, torch.Tensor.clone, np.float32, nn.Parameter], ids=lambda kind: kind.__name__)
+def test_a_loss_and_a_size_of_any_type_become_plain_numbers(tmp_path: Path, kind: Callable[[Any], Any]) -> None:
+    """Others go into no record and into no checkpoint."""
+    model = Told()
+    with lone_peer(tmp_path, model, torch.optim.SGD(model.parameters(), 0.0), every=100) as peer:
+        opt = peer.optimizer
+        opt.loss = kind(torch.tensor(2.5))
+        opt.count(kind(torch.tensor(4.0)), kind(torch.tensor(40.0)))
+        opt.step()
+        assert [type(each) for each in (opt.loss, opt.work.samples, opt.work.tokens)] == [float, int, int]
+        assert (opt.loss, opt.work.samples, opt.total_tokens) == (2.5, 4, 40)
 
 
 def test_parameters_cannot_be_added_frozen_or_unfrozen_later(tmp_path: Path) -> None:
