@@ -100,8 +100,8 @@ class Layout:
         ``personal`` are patterns of the names of tensors that stay with each peer (see `PrivateSpec.personal`).
 
         Raises:
-            ValueError: A tensor is complex, sparse or quantized, an integer buffer is too large for fp32, no parameter
-                is trainable and shared, or a pattern matches no tensor.
+            ValueError: A tensor is complex, sparse or quantized, a buffer is too large for fp32 or not finite, no
+                parameter is trainable and shared, or a pattern matches no tensor.
         """
         entries: list[Entry] = []
         kept: list[Entry] = []
@@ -365,9 +365,15 @@ def _buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def _check_tensor(name: str, tensor: Tensor) -> None:
     if tensor.is_complex() or tensor.is_quantized or tensor.layout != torch.strided:
         raise ValueError(f"{name} is complex, quantized or sparse: only dense real tensors can be shared")
-    if tensor.dtype.is_floating_point or tensor.is_meta or not tensor.numel() or tensor.dtype == torch.bool:
+    if tensor.is_meta or not tensor.numel() or tensor.dtype == torch.bool:
         return
-    if max(int(tensor.max()), -int(tensor.min())) > MAX_EXACT_INTEGER:
+    if tensor.dtype.is_floating_point:
+        if not isinstance(tensor, nn.Parameter) and not bool(tensor.float().isfinite().all()):
+            raise ValueError(
+                f"the buffer {name} holds values that are not finite in fp32, as a mask does, and cannot be averaged:"
+                " register it with persistent=False"
+            )
+    elif max(int(tensor.max()), -int(tensor.min())) > MAX_EXACT_INTEGER:
         raise ValueError(
             f"the integer buffer {name} holds values beyond 2**24, which fp32 cannot carry:"
             " register it with persistent=False"

@@ -111,6 +111,11 @@ def test_what_cannot_be_shared_is_refused() -> None:
     module.register_buffer("ids", torch.tensor([MAX_EXACT_INTEGER + 1]))
     with pytest.raises(ValueError, match=r"ids.*persistent=False"):
         Layout.from_module(module)
+    module.register_buffer("ids", torch.full((2, 2), -torch.inf).triu(1))
+    with pytest.raises(ValueError, match=r"ids.*not finite.*persistent=False"):
+        Layout.from_module(module)
+    module.register_buffer("ids", torch.full((2, 2), -torch.inf), persistent=False)
+    assert not Layout.from_module(module).buffer_entries
     with pytest.raises(ValueError, match="requires_grad"):
         Layout.from_module(nn.Linear(2, 2).requires_grad_(False))
     with pytest.raises(ValueError, match="complex"):
