@@ -69,7 +69,7 @@ class LocalContribution:
         self._first_state = {key: copy.deepcopy(value) for key, value in inner.state.items()} if inner else {}
         self._personal = state.layout.read_personal(module)
         size = state.layout.num_parameters
-        self.accumulated = torch.zeros(size, dtype=torch.float32) if accumulate else None
+        self.accumulated = torch.zeros(size, dtype=torch.float32, device="cpu") if accumulate else None
 
     @property
     def tokens(self) -> int:

@@ -170,7 +170,7 @@ class Layout:
         return Fragment(0, self.entries)
 
     def new_vector(self) -> Tensor:
-        return torch.zeros(self.num_values, dtype=torch.float32)
+        return torch.zeros(self.num_values, dtype=torch.float32, device="cpu")
 
     @torch.no_grad()
     def read(self, module: nn.Module, out: Tensor) -> None:

@@ -130,7 +130,7 @@ class NesterovStep(VectorStep):
     def __init__(self, layout: Layout, learning_rate: float, momentum: float) -> None:
         self._learning_rate = learning_rate
         self._momentum = momentum
-        self._velocity = torch.zeros(layout.num_parameters, dtype=torch.float32)
+        self._velocity = torch.zeros(layout.num_parameters, dtype=torch.float32, device="cpu")
         super().__init__(layout, [("outer.momentum", self._velocity)])
 
     @torch.no_grad()
@@ -175,9 +175,9 @@ class AdamStep(VectorStep):
     ) -> None:
         self._learning_rate = learning_rate
         self._beta1, self._beta2, self._epsilon = beta1, beta2, epsilon
-        self._first = torch.zeros(layout.num_parameters, dtype=torch.float32)
-        self._second = torch.zeros(layout.num_parameters, dtype=torch.float32)
-        self._steps = torch.zeros(num_fragments, dtype=torch.float32)
+        self._first = torch.zeros(layout.num_parameters, dtype=torch.float32, device="cpu")
+        self._second = torch.zeros(layout.num_parameters, dtype=torch.float32, device="cpu")
+        self._steps = torch.zeros(num_fragments, dtype=torch.float32, device="cpu")
         named = {"first": self._first, "second": self._second, "steps": self._steps}
         super().__init__(layout, [(f"outer.{name}", tensor) for name, tensor in named.items()])
 
@@ -284,7 +284,7 @@ class GradientStep(Stepper):
                     shared = value.detach().to("cpu", torch.float32).contiguous()
                 elif isinstance(value, (bool, int, float)):
                     key = f"{key}:{type(value).__name__}"
-                    shared = torch.tensor(float(value), dtype=torch.float32)
+                    shared = torch.tensor(float(value), dtype=torch.float32, device="cpu")
                 else:
                     raise IncompatibleError(
                         f"{type(self._optimizer).__name__} keeps {key!r} of type {type(value).__name__}, which peers"

@@ -96,6 +96,25 @@ def test_a_loss_and_a_size_of_any_type_become_plain_numbers(tmp_path: Path, kind
         assert (opt.loss, opt.work.samples, opt.total_tokens) == (2.5, 4, 40)
 
 
+ROUNDS: list[dict[str, Any]] = [
+    {"every": 1, "local_batch": 1, "global_batch": 1},
+    *({"every": 2, "outer": outer} for outer in ("nesterov", "adam", "average")),
+]
+
+
+@pytest.mark.parametrize("training", ROUNDS, ids=str)
+def test_the_script_s_default_device_is_not_that_of_the_shared_state(tmp_path: Path, training: dict[str, Any]) -> None:
+    model = make_model(8)
+    opt = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    with torch.device("meta"), lone_peer(tmp_path, model, opt, **training) as peer:
+        for _ in range(3):
+            sum(each.sum() for each in model.parameters()).backward()  # type: ignore[union-attr]
+            peer.optimizer.step()
+            peer.optimizer.zero_grad()
+        peer.saver.save()
+        assert all(tensor.device.type == "cpu" for _, tensor in peer.synchronizer.state.tensors())
+
+
 def test_parameters_cannot_be_added_frozen_or_unfrozen_later(tmp_path: Path) -> None:
     model = make_model(8)
     with lone_peer(tmp_path, model, make_optimizer(model), every=100) as peer:
