@@ -470,13 +470,18 @@ class SwarmOptimizer(torch.optim.Optimizer):
         return {**self.inner.state_dict(), "p2ptrain": {**own, "accumulated": work.accumulated}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the output of `state_dict`, or a plain state of the wrapped optimizer."""
+        """Load the output of `state_dict`, or a plain state of the wrapped optimizer.
+
+        With ``every = 1`` the wrapped optimizer keeps its state and settings: they are those of the swarm's round. A
+        script that begins a swarm with others loads them before `Swarm.optimizer`.
+        """
         values = dict(state_dict)
         own = values.pop("p2ptrain", None)
-        self.inner.load_state_dict(values)
-        self.param_groups = self.inner.param_groups
-        self.state = self.inner.state
-        self._rates.change()  # Loaded rates do not count as a change by other code.
+        if self._every > 1:
+            self.inner.load_state_dict(values)
+            self.param_groups = self.inner.param_groups
+            self.state = self.inner.state
+            self._rates.change()  # Loaded rates do not count as a change by other code.
         if own is not None:
             self.work.pending, self.work.samples, self.work.steps = own["pending"], own["samples"], own["steps"]
             if self.work.accumulated is not None and own["accumulated"] is not None:

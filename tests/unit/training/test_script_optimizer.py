@@ -1,5 +1,6 @@
 """`SwarmOptimizer` in loops that others wrote: the loss it sees, what is refused, and on which rule peers agree."""
 
+import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -94,6 +95,21 @@ def test_a_loss_and_a_size_of_any_type_become_plain_numbers(tmp_path: Path, kind
         opt.step()
         assert [type(each) for each in (opt.loss, opt.work.samples, opt.work.tokens)] == [float, int, int]
         assert (opt.loss, opt.work.samples, opt.total_tokens) == (2.5, 4, 40)
+
+
+def test_a_state_of_an_earlier_round_does_not_replace_the_shared_one(tmp_path: Path) -> None:
+    """A peer whose optimizer has another state than its round's takes itself for damaged, and commits nothing more."""
+    model = make_model(8)
+    with lone_peer(tmp_path, model, make_optimizer(model), every=1, local_batch=1, global_batch=2) as peer:
+        opt, saved = peer.optimizer, dict[str, Any]()
+        for step in range(5):
+            loss_of(model, [step]).backward()  # type: ignore[no-untyped-call]
+            opt.step()
+            opt.zero_grad()
+            saved = copy.deepcopy(opt.state_dict()) if step == 2 else saved
+        opt.load_state_dict(saved)
+        assert peer.synchronizer.state.tree().root == peer.synchronizer.head.digest
+        assert (opt.round, opt.work.samples) == (2, saved["p2ptrain"]["samples"])
 
 
 ROUNDS: list[dict[str, Any]] = [
