@@ -189,12 +189,26 @@ def test_a_save_that_fails_in_the_background_is_logged_and_the_next_one_is_made(
     assert len(list(tmp_path.glob("0*"))) == 1
 
 
-def test_state_that_a_checkpoint_cannot_hold_is_an_error_and_not_a_crash(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("odd", "words"),
+    [
+        (object(), "of type object"),
+        (torch.zeros(2, dtype=torch.complex64), "complex64"),
+        (torch.zeros(2).to(torch.float8_e4m3fn), "float8"),
+    ],
+    ids=["object", "complex", "float8"],
+)
+def test_state_that_a_checkpoint_cannot_hold_is_an_error_and_not_a_crash(
+    tmp_path: Path, odd: object, words: str, caplog: pytest.LogCaptureFixture
+) -> None:
     model = make_model(8)
     with lone_peer(tmp_path, model, make_optimizer(model), every=2) as peer:
-        peer.optimizer.inner.state[next(model.parameters())]["odd"] = object()
-        with pytest.raises(CheckpointError, match="of type object"):
+        peer.optimizer.inner.state[next(model.parameters())]["odd"] = odd
+        with pytest.raises(CheckpointError, match=words):
             peer.saver.save()
+        for _ in range(2):  # Each save waits for the one before.
+            peer.saver.save_in_background()
+    assert len([record for record in caplog.records if words in record.message]) == 2
 
 
 @pytest.mark.parametrize("values", [{"every_rounds": -1}, {"every_minutes": -1.0}, {"keep_last": 0}])
