@@ -351,6 +351,9 @@ class GradientStep(Stepper):
             parameter.grad.copy_(gradient)
             if scale != 1.0:
                 parameter.grad.mul_(scale)
+            for live in (parameter, *self._optimizer.state.get(parameter, {}).values()):
+                if isinstance(live, Tensor) and live.dtype == torch.float64:
+                    live.copy_(live.float())  # What a newcomer has, which downloads fp32.
         self._rates.set(round_)
         with torch.enable_grad():
             self._optimizer.step()

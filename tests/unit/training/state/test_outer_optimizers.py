@@ -261,9 +261,11 @@ def _mean(layout: Layout, seed: int) -> torch.Tensor:
     return mean
 
 
-def gradient_step(name: str = "adamw", clip: float = 0.0) -> tuple[Net, Layout, GradientStep, torch.Tensor]:
+def gradient_step(
+    name: str = "adamw", clip: float = 0.0, dtype: torch.dtype = torch.float32
+) -> tuple[Net, Layout, GradientStep, torch.Tensor]:
     """A model, its layout, the step around a new optimizer, and the vector."""
-    net = Net()
+    net = Net().to(dtype)
     layout = Layout.from_module(net)
     vector = layout.new_vector()
     layout.read(net, vector)
@@ -291,8 +293,9 @@ def test_gradient_step_equals_torch_on_the_mean_gradient(name: str, clip: float)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_gradient_state_rebuilds_an_optimizer_that_has_not_stepped(name: str) -> None:
-    (_, layout, first, vector), two = gradient_step(name), Net()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_gradient_state_rebuilds_an_optimizer_that_has_not_stepped(name: str, dtype: torch.dtype) -> None:
+    (_, layout, first, vector), two = gradient_step(name, dtype=dtype), Net().to(dtype)
     for seed in range(3):
         first.step(vector, _mean(layout, seed), 0)
     optimizer = OPTIMIZERS[name](two)
