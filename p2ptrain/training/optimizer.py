@@ -502,7 +502,8 @@ class LossWatch:
         self._total: torch.Tensor | None = None
         self._count = 0
         self._are_parts = False
-        module.register_forward_hook(self._on_forward, with_kwargs=True)
+        if not isinstance(module, torch.jit.ScriptModule):  # Which takes no hooks.
+            module.register_forward_hook(self._on_forward, with_kwargs=True)
 
     def _on_forward(self, module: torch.nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         loss = getattr(output, "loss", None)

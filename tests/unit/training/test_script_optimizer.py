@@ -84,6 +84,15 @@ def test_the_loss_of_the_model_s_outputs_is_seen(tmp_path: Path, clock: SimpleNa
         assert step(8.0) == 8.0
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_a_model_of_torchscript_takes_no_hooks_and_trains(tmp_path: Path) -> None:
+    model = torch.jit.script(make_model(8))  # type: ignore[no-untyped-call]
+    with lone_peer(tmp_path, model, make_optimizer(model), every=1, local_batch=1, global_batch=1) as peer:
+        loss_of(model, [0]).backward()  # type: ignore[no-untyped-call]
+        peer.optimizer.step()
+        assert peer.optimizer.round == 1
+
+
 @pytest.mark.parametrize("kind", [float, torch.Tensor.clone, np.float32, nn.Parameter], ids=lambda kind: kind.__name__)
 def test_a_loss_and_a_size_of_any_type_become_plain_numbers(tmp_path: Path, kind: Callable[[Any], Any]) -> None:
     """Others go into no record and into no checkpoint."""
