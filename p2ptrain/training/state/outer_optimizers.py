@@ -369,11 +369,16 @@ class GradientStep(Stepper):
     def _load(self, state: dict[int, dict[str, Tensor | bool | int | float]]) -> None:
         """Load ``state`` through torch, which selects the devices, but keep the containers: wrappers refer to them."""
         optimizer = self._optimizer
-        groups, container = optimizer.param_groups, optimizer.state
+        groups, container, places = optimizer.param_groups, optimizer.state, self._places()
         whole = optimizer.state_dict()
         whole["state"] = state
         optimizer.load_state_dict(whole)
         loaded = dict(optimizer.state)
+        for parameter, held in loaded.items():
+            for key, value in state[places[id(parameter)]].items():
+                # torch casts all but `step` to the parameter's dtype, such as NAdam's scalars to bf16.
+                if isinstance(value, Tensor) and not value.dim() and parameter.dim():
+                    held[key] = value.to(held[key].device)
         container.clear()
         container.update(loaded)
         optimizer.state = container

@@ -252,6 +252,8 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "sgd-momentum": lambda m: torch.optim.SGD(m.parameters(), 0.1, momentum=0.9, nesterov=True),
     "adagrad": lambda m: torch.optim.Adagrad(m.parameters(), 0.1),
     "groups": lambda m: torch.optim.AdamW(_groups(m), 1e-2),
+    "nadam": lambda m: torch.optim.NAdam(m.parameters(), 1e-2),
+    "asgd": lambda m: torch.optim.ASGD(m.parameters(), 1e-2),
 }
 
 
