@@ -187,7 +187,11 @@ class Saver:
             local |= own
         if optimizer.work.drift is not None and _is_finite("the correction", {"drift": optimizer.work.drift.step}):
             local["drift"] = optimizer.work.drift.step
-        counts, waiting = optimizer.work.to_save()
+        try:
+            counts, waiting = optimizer.work.to_save()
+        except ValueError as error:
+            logger.warning("the work that waits is not saved: %s", error)
+            counts, waiting = {}, {}
         if _is_finite("the work that waits", waiting):
             extra["work"] = counts
             local |= waiting

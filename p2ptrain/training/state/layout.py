@@ -201,12 +201,16 @@ class Layout:
         return list(self._bind(module, self.parameter_entries))
 
     def _bind(self, module: nn.Module, entries: tuple[Entry, ...]) -> Iterator[tuple[Entry, Tensor]]:
-        live = {"param": dict(_parameters(module)), "buffer": dict(_buffers(module))}
+        parameters = {_plain(name): parameter for name, parameter in module.named_parameters()}  # Frozen since, too.
+        live = {"param": parameters, "buffer": dict(_buffers(module))}
         for entry in entries:
             tensor = live[entry.kind].get(entry.name)
             if tensor is None or tuple(tensor.shape) != entry.shape:
                 found = "is missing" if tensor is None else f"has shape {tuple(tensor.shape)}, not {entry.shape}"
-                raise ValueError(f"the module changed: {entry.kind} {entry.name} {found}; make a new Layout for it")
+                raise ValueError(
+                    f"the module changed: {entry.kind} {entry.name} {found}; peers share what there was at the start,"
+                    " and a buffer that grows needs persistent=False"
+                )
             yield entry, tensor
 
     def _check_vector(self, vector: Tensor) -> None:
@@ -346,10 +350,14 @@ def _personal(tensors: Mapping[str, Tensor], entry: Entry) -> Tensor:
     return tensor
 
 
+def _plain(name: str) -> str:
+    return name.replace(_COMPILED_PREFIX, "")
+
+
 def _parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:
-            yield name.replace(_COMPILED_PREFIX, ""), parameter
+            yield _plain(name), parameter
 
 
 def _buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -359,7 +367,7 @@ def _buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
         persistent.update(id(buffer) for buffer in kept)
     for name, buffer in module.named_buffers():
         if id(buffer) in persistent:
-            yield name.replace(_COMPILED_PREFIX, ""), buffer
+            yield _plain(name), buffer
 
 
 def _check_tensor(name: str, tensor: Tensor) -> None:
