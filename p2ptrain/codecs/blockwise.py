@@ -90,9 +90,9 @@ class BlockwiseCodec(NativeCodec):
     def _encode_rows(self, span: torch.Tensor, codes: torch.Tensor, scales: Scales) -> None:
         """Encode fp32 ``span`` [rows, columns] into ``codes`` [rows, code_bytes] and ``scales``."""
         rows, columns = span.shape
-        peaks = torch.empty(rows, 1)
-        scratch = torch.empty(min(rows, self._rows_per_chunk), columns)
-        levels, floor = torch.tensor(self.levels), torch.tensor(MIN_PEAK)
+        peaks = torch.empty(rows, 1, dtype=torch.float32)
+        scratch = torch.empty(min(rows, self._rows_per_chunk), columns, dtype=torch.float32)
+        levels, floor = torch.tensor(self.levels), torch.tensor(MIN_PEAK, dtype=torch.float32)
         for piece in chunks(rows, self._rows_per_chunk):
             source, work, peak = span[piece], scratch[: piece.stop - piece.start], peaks[piece]
             torch.abs(source, out=work)
@@ -105,7 +105,7 @@ class BlockwiseCodec(NativeCodec):
         # amax hands on NaN, and NaN fails the comparison. The error discards its codes.
         if not bool((peaks <= MAX_PEAK).all()):
             raise CodecError(f"{self.name}: {self.refusal}")
-        scale = torch.where(peaks == 0, torch.zeros(()), torch.maximum(peaks, floor).div_(levels))
+        scale = torch.where(peaks == 0, 0.0, torch.maximum(peaks, floor).div_(levels))
         scales[...] = scale.numpy()
 
     def _decode(self, encoded: Bytes, values: torch.Tensor, done: int) -> None:

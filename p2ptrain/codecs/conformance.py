@@ -81,7 +81,7 @@ def _check_round_trip(codec: Codec, vector: torch.Tensor) -> None:
     require(codec.lossy or _bits(decoded) == _bits(vector), "a codec that is not lossy returns the same bits")
     require(not codec.sparse or num_values < 1000 or bool((decoded == 0).float().mean() > 0.5), "sparse: mostly zeros")
     start = _gaussian(num_values, seed=1)
-    largest = decoded.abs().max() if num_values else torch.zeros(())
+    largest = decoded.abs().max() if num_values else torch.zeros((), dtype=torch.float32)
     for weight in (1.0, 0.0, 1 / 3, -2.5, 1e6):
         summed = start.clone()
         codec.accumulate_into(encoded, weight, summed)
@@ -135,7 +135,7 @@ def _check_memory(codec: Codec) -> None:
     codec.validate(shifted, num_values)
     decoded = [_bits(_decode(codec, data, num_values)) for data in (shifted, encoded)]
     require(decoded[0] == decoded[1], "any buffer decodes")
-    wide = torch.full((num_values + 2 * margin,), 7.0)
+    wide = torch.full((num_values + 2 * margin,), 7.0, dtype=torch.float32)
     codec.decode_into(shifted, wide[margin : margin + num_values])
     codec.accumulate_into(shifted, 1.0, wide[margin : margin + num_values])
     outside = torch.cat([wide[:margin], wide[margin + num_values :]])
@@ -150,18 +150,22 @@ def _check_refusals(codec: Codec) -> None:
             vector[where] = bad
             _raises(CodecError, "values that are not finite are not encoded", partial(codec.encode, vector))
     for change in (-1, 1):
-        data, out = bytes(codec.encoded_bytes(300) + change), torch.full((300,), 7.0)
+        data, out = bytes(codec.encoded_bytes(300) + change), torch.full((300,), 7.0, dtype=torch.float32)
         for read in (codec.validate, codec.largest, codec.squared_norm):
             _raises(CodecError, "bytes of another length are refused", partial(read, data, 300))
         _raises(CodecError, "bytes of another length are refused", partial(codec.decode_into, data, out))
         _raises(CodecError, "bytes of another length are refused", partial(codec.accumulate_into, data, 1.0, out))
         require(bool((out == 7).all()), "bytes of another length are refused before anything is written")
     data = bytes(codec.encoded_bytes(4))
-    for wrong in (torch.zeros(4, dtype=torch.float64), torch.zeros(2, 2), torch.zeros(8)[::2]):
+    for wrong in (
+        torch.zeros(4, dtype=torch.float64),
+        torch.zeros(2, 2, dtype=torch.float32),
+        torch.zeros(8, dtype=torch.float32)[::2],
+    ):
         for call in (codec.encode, partial(codec.decode_into, data)):
             _raises(ValueError, "only contiguous fp32 vectors are taken", partial(call, wrong))
     for weight in (math.nan, math.inf, 1e300):
-        wrong_weight = partial(codec.accumulate_into, data, weight, torch.zeros(4))
+        wrong_weight = partial(codec.accumulate_into, data, weight, torch.zeros(4, dtype=torch.float32))
         _raises(ValueError, "a weight is finite in fp32", wrong_weight)
 
 
@@ -170,7 +174,7 @@ def _check_foreign_bytes(codec: Codec) -> None:
     generator = np.random.default_rng(0)
     for num_values in (1, 40, codec.block_size + 3):
         for data in _foreign(codec, num_values, generator):
-            around = torch.full((num_values + 128,), 7.0)
+            around = torch.full((num_values + 128,), 7.0, dtype=torch.float32)
             with contextlib.suppress(CodecError):
                 codec.decode_into(data, around[64:-64])
             require(bool((around[:64] == 7).all() and (around[-64:] == 7).all()), "any bytes leave other memory alone")
@@ -204,13 +208,13 @@ def _raises(kind: type[Exception], promise: str, action: Callable[[], object]) -
 
 
 def _decode(codec: Codec, data: bytes | bytearray | memoryview, num_values: int) -> torch.Tensor:
-    out = torch.full((num_values,), torch.nan)
+    out = torch.full((num_values,), torch.nan, dtype=torch.float32)
     codec.decode_into(data, out)
     return out
 
 
 def _gaussian(num_values: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(num_values, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(num_values, generator=torch.Generator().manual_seed(seed), dtype=torch.float32)
 
 
 def _bits(vector: torch.Tensor) -> bytes:

@@ -3,6 +3,9 @@
 Norms and biases are a tiny part of a model's values and suffer most from a coarse codec. They would share blocks with
 weights of another magnitude, or miss the top-k. `by_size` gives them a codec of their own. Such a codec depends on
 positions in the vector, so a slice needs its own codec: `Codec.part`.
+
+Small buffers, such as those of batch norms, are always in fp32. A counter of batches would set the step of its block,
+and a running variance that is off by such a step may be negative.
 """
 
 from __future__ import annotations
@@ -17,21 +20,24 @@ import torch
 
 from p2ptrain.buffers import Buffer
 from p2ptrain.codecs.base import Codec, check_vector
+from p2ptrain.codecs.registry import get_codec
 
 Span = tuple[int, int, Codec]
 """First value, end, and codec of a span."""
 
 
-def by_size(codec: Codec, small_codec: Codec, sizes: Sequence[int], small_values: int) -> Codec:
+def by_size(codec: Codec, small_codec: Codec, sizes: Sequence[int], small_values: int, num_buffers: int = 0) -> Codec:
     """Return a codec that encodes tensors of up to ``small_values`` values in ``small_codec``, others in ``codec``.
 
     Args:
         sizes: Number of values of each tensor, in the vector's order.
+        num_buffers: Number of buffers, the last of these tensors; small ones are in fp32.
     """
     spans: list[Span] = []
-    start = 0
-    for size in sizes:
-        chosen = small_codec if size <= small_values else codec
+    start, num_parameters = 0, len(sizes) - num_buffers
+    for index, size in enumerate(sizes):
+        small = small_codec if index < num_parameters else get_codec("fp32")
+        chosen = small if size <= small_values else codec
         if spans and spans[-1][2] is chosen:
             spans[-1] = (spans[-1][0], start + size, chosen)
         elif size:

@@ -63,16 +63,24 @@ def dense_codec(codec: Codec) -> Codec:
 @lru_cache(maxsize=16)
 def codec_at(codec: Codec, level: int) -> Codec:
     """Return the codec for groups on ``level`` of the tree; above level 0 means are no longer sparse."""
-    return get_codec(DENSE) if level and codec.sparse else codec
+    return dense_codec(codec) if level else codec
 
 
 @lru_cache(maxsize=16)
 def smaller_codecs(codec: Codec, num_values: int) -> tuple[Codec, ...]:
-    """Return smaller codecs for a member too slow for ``codec``, by decreasing size; none for a lossless codec."""
+    """Return smaller codecs for a member too slow for ``codec``, by decreasing size; none for a lossless codec.
+
+    Of a mixture, the spans in blocks alone are smaller, where the new blocks fit the cuts of shares.
+    """
+    from p2ptrain.codecs.mixed import MixedCodec
+
     if not codec.lossy:
         return ()
     limit = codec.encoded_bytes(num_values)
     codecs = [get_codec(name) for name in COMPACT]
+    if isinstance(codec, MixedCodec):
+        fitting = [each for each in codecs if codec.block_size % each.block_size == 0]
+        codecs = [codec.mapped(lambda own, each=each: each if own.block_size > 1 else own) for each in fitting]
     return tuple(each for each in codecs if each.encoded_bytes(num_values) < limit)
 
 

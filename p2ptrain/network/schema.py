@@ -33,7 +33,8 @@ MAX_COUNT = (1 << 63) - 1
 Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
 Amount = Annotated[float, Meta(ge=0.0, le=1e18)]
 """Not negative and finite."""
-Number = Annotated[float, Meta(ge=-1e12, le=1e12)]
+MAX_NUMBER = 1e12
+Number = Annotated[float, Meta(ge=-MAX_NUMBER, le=MAX_NUMBER)]
 Hash = Annotated[bytes, Meta(min_length=32, max_length=32)]
 _BYTES = (bytes, bytearray, memoryview)
 _resolving = threading.Lock()

@@ -10,6 +10,7 @@ from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+from p2ptrain.errors import TemporaryError
 from p2ptrain.manifest import SIGNED_FILE, Manifest, SignedManifest
 from p2ptrain.network.admission import entrance
 from p2ptrain.network.identity import IDENTITY_FILE, Identity
@@ -153,7 +154,13 @@ class PeerThread:
         vote_as_founder(self.peer)
 
     def bridge(self) -> Bridge:
-        """Return a bridge that ends with the network: without it, a peer would take itself for the last one."""
+        """Return a bridge that ends with the network: without it, a peer would take itself for the last one.
+
+        Raises:
+            TemporaryError: The thread has ended.
+        """
+        if self.thread.loop.is_closed():
+            raise TemporaryError("the swarm is closed: call Swarm.join again to go on")
         bridge, lost = Bridge(self.thread.loop), self.peer.network.lost
         self.thread.loop.call_soon_threadsafe(lost.add_done_callback, lambda lost: bridge.cancel(lost.result()))
         return bridge

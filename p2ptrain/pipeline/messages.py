@@ -122,7 +122,7 @@ def unpack(payload: Payload) -> torch.Tensor:
     if payload.codec == IDS:
         return torch.frombuffer(bytearray(payload.data), dtype=torch.int32).view(payload.shape).long()
     codec, count = get_codec(payload.codec), math.prod(payload.shape)
-    values = torch.empty(count)
+    values = torch.empty(count, dtype=torch.float32)
     codec.decode_into(payload.data, values)
     return values.view(payload.shape)
 

@@ -79,8 +79,8 @@ def by_round(schedule: Schedule, steps_per_round: int) -> Schedule:
 class LearningRates:
     """Sets the rates of an optimizer's groups to base rate times factor, and detects changes by other code.
 
-    The base rates are those of the groups when this object is made; without a schedule they stay. Groups without a rate
-    are left alone.
+    The base rates are those of the groups when this object is made; without a schedule they stay. Groups without a
+    rate, or with None, as Adafactor may have it, are left alone.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, schedule: Schedule | None = None) -> None:
@@ -94,7 +94,8 @@ class LearningRates:
         return self._schedule is not None
 
     def current(self) -> list[float | None]:
-        return [None if "lr" not in group else float(group["lr"]) for group in self._optimizer.param_groups]
+        rates = [group.get("lr") for group in self._optimizer.param_groups]
+        return [None if rate is None else float(rate) for rate in rates]
 
     def sample(self) -> list[float | None]:
         """Return the factors at some of the swarm's steps, to six digits; peers compare schedules by them."""

@@ -15,7 +15,7 @@ import asyncio
 import copy
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Any
 
@@ -69,7 +69,7 @@ class LocalContribution:
         self._first_state = {key: copy.deepcopy(value) for key, value in inner.state.items()} if inner else {}
         self._personal = state.layout.read_personal(module)
         size = state.layout.num_parameters
-        self.accumulated = torch.zeros(size, dtype=torch.float32) if accumulate else None
+        self.accumulated = torch.zeros(size, dtype=torch.float32, device="cpu") if accumulate else None
 
     @property
     def tokens(self) -> int:
@@ -93,11 +93,12 @@ class LocalContribution:
         self.steps += 1
         self.pending = [pending + tokens for pending in self.pending]
 
-    def add_gradients(self, tokens: int) -> None:
-        """Add the live gradients, which are finite, weighted by tokens."""
+    def add_gradients(self, trained: Iterable[torch.Tensor], tokens: int) -> None:
+        """Add the live gradients of the optimizer's parameters, which are finite, weighted by tokens."""
         assert self.accumulated is not None
+        held = set(map(id, trained))
         for entry, parameter in self.state.layout.parameters_of(self.module):
-            if parameter.grad is not None:
+            if parameter.grad is not None and id(parameter) in held:
                 part = self.accumulated[entry.offset : entry.offset + parameter.numel()]
                 gradient = parameter.grad.detach()
                 gradient = gradient.to_dense() if is_sparse(gradient) else gradient

@@ -164,8 +164,8 @@ class SwarmOptimizer(torch.optim.Optimizer):
         return self._loss
 
     @loss.setter
-    def loss(self, value: float | None) -> None:
-        self._loss, self._is_loss_set = value, value is not None
+    def loss(self, value: float | torch.Tensor | None) -> None:
+        self._loss, self._is_loss_set = None if value is None else _number(value), value is not None
 
     def _record_loss(self, given: Any, now: float) -> None:
         """Record a batch's loss; from a GPU at most every `MARK_SECONDS`, because reading it waits for the GPU."""
@@ -173,7 +173,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
         loss = observed if given is None and not self._is_loss_set else given
         is_near = not isinstance(loss, torch.Tensor) or loss.device.type == "cpu"
         if loss is not None and (is_near or now - self._loss_seen_at >= MARK_SECONDS):
-            self._loss = loss.item() if isinstance(loss, torch.Tensor) else float(loss)
+            self._loss = _number(loss)
             self._loss_seen_at = now
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -186,9 +186,9 @@ class SwarmOptimizer(torch.optim.Optimizer):
 
     def count(self, samples: int, tokens: int) -> None:
         """Set the size of the next local batch, if it differs from the default."""
+        self._counted = samples, tokens = int(samples), int(tokens)  # Which may be tensors, such as a mask's sum.
         if samples < 1 or tokens < 1:
             raise ValueError(f"a batch has at least one sample and token, not {samples} and {tokens}")
-        self._counted = (samples, tokens)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Count one local batch, and synchronise when the round is due; return the closure's loss, if any.
@@ -281,14 +281,13 @@ class SwarmOptimizer(torch.optim.Optimizer):
         return loss
 
     def _trained(self) -> list[torch.Tensor]:
-        if self._every == 1:
-            return [parameter for _, parameter in self.synchronizer.state.layout.parameters_of(self.module)]
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
     def _take_step(self, samples: int, tokens: int) -> None:
         self._drops_in_a_row = 0
         if self._every == 1:
-            self.work.add_gradients(tokens)
+            self._check_layout()
+            self.work.add_gradients(self._trained(), tokens)
         else:
             self.inner.step()
             self.work.stepped(keeps_buffers=self.site is not None and self.site.privacy is not None)
@@ -451,12 +450,14 @@ class SwarmOptimizer(torch.optim.Optimizer):
             metric: Its name, at most 32 characters.
 
         Raises:
-            UsageError: There are no values, their mean is not finite, or the name does not print.
+            UsageError: There are no values, their mean is not finite or above 1e12, or the name does not print.
         """
         part = measured_part(values) if values else []
         found = Evaluation.of(metric, self.round, *mean_and_error(part), len(part)) if part else None
         if found is None or not metric.isprintable() or not metric:
-            raise UsageError(f"report of {len(values)} values as {metric!r}: give finite values and a printable name")
+            raise UsageError(
+                f"report of {len(values)} values as {metric!r}: give values up to 1e12 and a printable name"
+            )
         self.evaluation = found
         return found
 
@@ -474,17 +475,26 @@ class SwarmOptimizer(torch.optim.Optimizer):
         return {**self.inner.state_dict(), "p2ptrain": {**own, "accumulated": work.accumulated}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the output of `state_dict`, or a plain state of the wrapped optimizer."""
+        """Load the output of `state_dict`, or a plain state of the wrapped optimizer.
+
+        With ``every = 1`` the wrapped optimizer keeps its state and settings: they are those of the swarm's round. A
+        script that begins a swarm with others loads them before `Swarm.optimizer`.
+        """
         values = dict(state_dict)
         own = values.pop("p2ptrain", None)
-        self.inner.load_state_dict(values)
-        self.param_groups = self.inner.param_groups
-        self.state = self.inner.state
-        self._rates.change()  # Loaded rates do not count as a change by other code.
+        if self._every > 1:
+            self.inner.load_state_dict(values)
+            self.param_groups = self.inner.param_groups
+            self.state = self.inner.state
+            self._rates.change()  # Loaded rates do not count as a change by other code.
         if own is not None:
             self.work.pending, self.work.samples, self.work.steps = own["pending"], own["samples"], own["steps"]
             if self.work.accumulated is not None and own["accumulated"] is not None:
                 self.work.accumulated.copy_(own["accumulated"])
+
+
+def _number(value: Any) -> float:
+    return value.item() if isinstance(value, torch.Tensor) else float(value)
 
 
 class LossWatch:
@@ -497,7 +507,8 @@ class LossWatch:
         self._total: torch.Tensor | None = None
         self._count = 0
         self._are_parts = False
-        module.register_forward_hook(self._on_forward, with_kwargs=True)
+        if not isinstance(module, torch.jit.ScriptModule):  # Which takes no hooks.
+            module.register_forward_hook(self._on_forward, with_kwargs=True)
 
     def _on_forward(self, module: torch.nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         loss = getattr(output, "loss", None)

@@ -37,7 +37,8 @@ class LoneSynchronizer:
 
     def __init__(self, state: SharedState, spec: TrainingSpec) -> None:
         self.state = state
-        self.feedback = SimpleNamespace(residual=torch.arange(state.layout.num_values, dtype=torch.float32))
+        residual = torch.arange(state.layout.num_values, dtype=torch.float32, device="cpu")
+        self.feedback = SimpleNamespace(residual=residual)
         self.averager = SimpleNamespace(contributions=self)
         self.replica = self.pacing = self
         self.context = SimpleNamespace(participation=1.0, secure_aggregation=None)

@@ -273,6 +273,14 @@ def test_closing_says_goodbye_and_later_steps_say_what_to_do(tmp_path: Path) -> 
             take_step(model, opt, [4, 5, 6, 7])
 
 
+def test_a_swarm_that_is_closed_says_so_before_it_makes_an_optimizer(tmp_path: Path) -> None:
+    """As in a notebook, in a cell after the block."""
+    with lone_swarm(tmp_path) as swarm:
+        pass
+    with pytest.raises(TemporaryError, match=r"closed: call Swarm\.join again"):
+        wrap(swarm)
+
+
 def test_a_script_that_is_alone_keeps_the_last_of_its_privacy_budget_and_is_told_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

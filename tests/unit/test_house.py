@@ -36,6 +36,19 @@ def test_no_loader_may_run_code_of_a_repository() -> None:
         assert "trust_remote_code=False" in ast.unparse(call)
 
 
+def test_tensors_of_the_shared_arithmetic_name_their_dtype() -> None:
+    """A script may call `torch.set_default_dtype`, which holds for all threads."""
+    bare = [
+        f"{path}:{call.lineno}"
+        for path, tree in house.modules().items()
+        if path.relative_to(house.PACKAGE).parts[0] in ("averaging", "codecs", "native")
+        for call in ast.walk(tree)
+        if isinstance(call, ast.Call) and ast.unparse(call.func) in ("torch.empty", "torch.full", "torch.zeros")
+        if all(keyword.arg != "dtype" for keyword in call.keywords)
+    ]
+    assert not bare
+
+
 def test_no_module_imports_too_many_others() -> None:
     number, module = house.largest_imports(house.modules())
     assert number <= MAX_IMPORTS, f"{module} imports {number} modules: let objects that it holds answer instead"

@@ -327,7 +327,7 @@ class Source:
 
         chunks = self.chunks(low, high)
         start = chunks[0].low
-        values = torch.empty(chunks[-1].high - start)
+        values = torch.empty(chunks[-1].high - start, dtype=torch.float32)
         for chunk in chunks:
             data, proof = next(pieces)
             root = root_of_proof(leaf_hash(data), proof, chunk.number, num_chunks(self.size(chunk.share), self._chunk))

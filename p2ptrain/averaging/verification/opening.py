@@ -343,7 +343,7 @@ def judge(opened: Opened, position: int, opening: Opening, mean: bytes | memoryv
     measured = len(opened.commitments) >= MIN_FOR_MEDIAN
     limit = rules.spec.max_value * RANGE_SLACK * RANGE_SLACK
     own_index = next((i for i in range(len(opened.commitments)) if i not in parts), -1)
-    values = torch.empty(0) if own is None else own[0]
+    values = torch.empty(0, dtype=torch.float32) if own is None else own[0]
     recomputed = OwnShare(mean_codec, rules.spec, values, own_index, len(opened.commitments), chunk=chunk_length)
     try:
         for index, (data, energy) in parts.items():
@@ -364,7 +364,7 @@ def judge(opened: Opened, position: int, opening: Opening, mean: bytes | memoryv
             return "misstated the norm of its own part"
     norms = [math.sqrt(each.root[1]) for each in opened.commitments]
     weights = part_weights(rules.spec, norms, [Claim(each.tokens, each.trust) for each in opened.commitments])
-    exact, encoded = torch.empty(size), bytearray(mean_codec.encoded_bytes(size))
+    exact, encoded = torch.empty(size, dtype=torch.float32), bytearray(mean_codec.encoded_bytes(size))
     try:
         recomputed.reduce_piece(0, size, dict(enumerate(weights)), exact, encoded)
     except (CodecError, ValueError) as error:

@@ -14,7 +14,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from p2ptrain.network.schema import Amount, Count, Number
+from p2ptrain.network.schema import MAX_NUMBER, Amount, Count, Number
 
 
 @dataclass(frozen=True)
@@ -58,11 +58,11 @@ class Evaluation:
 
     @classmethod
     def of(cls, metric: str, round: int, mean: float, error: float, samples: int) -> Evaluation | None:
-        """Return a measurement to publish; None if its mean is not finite. ``error`` may be infinite."""
-        if not math.isfinite(mean):
+        """Return a measurement to publish; None if its mean is no `Number`. ``error`` may be infinite."""
+        if not abs(mean) <= MAX_NUMBER:
             return None
         bucket = 1 << min(40, samples.bit_length() - 1)
-        return cls(metric[:MAX_METRIC_CHARS], round, mean, error if math.isfinite(error) else None, bucket)
+        return cls(metric[:MAX_METRIC_CHARS], round, mean, error if error <= MAX_NUMBER else None, bucket)
 
     @property
     def interval(self) -> float | None:

@@ -22,7 +22,18 @@ from p2ptrain.hashing import canonical_bytes
 from p2ptrain.network.admission import MAX_CREDENTIAL_BYTES, MAX_REVOCATION_BYTES
 from p2ptrain.network.records.evaluation import Evaluation, PrivacyLoss
 from p2ptrain.network.records.serving import ServingReport
-from p2ptrain.network.schema import Amount, Count, Hash, Message, Number, from_bytes, from_wire, to_bytes, to_wire
+from p2ptrain.network.schema import (
+    MAX_NUMBER,
+    Amount,
+    Count,
+    Hash,
+    Message,
+    Number,
+    from_bytes,
+    from_wire,
+    to_bytes,
+    to_wire,
+)
 from p2ptrain.signing import Signer
 
 MAX_LIFETIME_SECONDS = 600.0
@@ -327,7 +338,7 @@ class PeerRecord:
             note=self.note[:MAX_NOTE_CHARS],
             addresses=tuple(each for each in self.addresses if len(each) <= MAX_ADDRESS_CHARS)[:MAX_ADDRESSES],
             diverged=diverged,
-            loss=None if diverged else self.loss,
+            loss=None if diverged or self.loss is None else max(-MAX_NUMBER, min(MAX_NUMBER, self.loss)),
             tokens_per_second=self.tokens_per_second if math.isfinite(self.tokens_per_second) else 0.0,
             last_rounds=tuple(
                 replace(report, reason=report.reason[:MAX_NOTE_CHARS]) for report in self.last_rounds[-MAX_REPORTS:]

@@ -142,7 +142,7 @@ class LanguageModel:
                 tokens.close()
         pad = pad_token_id if pad_token_id is not None else min(ends, default=0)
         longest = max(map(len, found))
-        padded = torch.tensor([[*ids, *[pad] * (longest - len(ids))] for ids in found], dtype=torch.int64)
+        padded = torch.tensor([[*ids, *[pad] * (longest - len(ids))] for ids in found], dtype=torch.int64, device="cpu")
         return torch.cat([input_ids.cpu().long(), padded], dim=1)
 
     def stream(
@@ -176,11 +176,11 @@ class LanguageModel:
         prompts = _prompts(input_ids, attention_mask)
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         waiting = [self._bridge.start(self.generator.logits(ids, output_hidden_states)) for ids in prompts]
-        found = torch.zeros(0)
+        found = torch.zeros(0, dtype=torch.float32, device="cpu")
         try:
             for row, future in enumerate(waiting):
                 rows = self._bridge.finish(future)
-                found = found if row else torch.zeros(*input_ids.shape, rows.shape[1])
+                found = found if row else found.new_zeros(*input_ids.shape, rows.shape[1])
                 found[row, mask[row].bool().cpu()] = rows
         finally:
             for future in waiting:

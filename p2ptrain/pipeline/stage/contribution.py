@@ -34,7 +34,7 @@ class Part(nn.Module):
         for name, local in names.items():
             self.register_parameter(name.replace(".", "/"), parameters[local])  # Torch allows no dots.
         if not names:
-            self.register_parameter("nothing", nn.Parameter(torch.zeros(1)))
+            self.register_parameter("nothing", nn.Parameter(torch.zeros(1, dtype=torch.float32)))
 
 
 def unit_state(part: Part, spec: TrainingSpec, swarm: bytes, moments: Literal["fp32", "8bit"] = "fp32") -> SharedState:

@@ -29,7 +29,7 @@ class GradientSum:
         for parameter in parameters:
             self.places[id(parameter)] = slice(offset, offset + parameter.numel())
             offset += parameter.numel()
-        self.values = torch.zeros(offset)
+        self.values = torch.zeros(offset, dtype=torch.float32)
 
     def add(self, gradients: Sequence[torch.Tensor | None], weight: float) -> None:
         """Add ``weight`` times the gradients of all parameters."""

@@ -20,6 +20,7 @@ import torch
 from p2ptrain.errors import CheckpointError, IntegrityError, ResourceError
 from p2ptrain.training.checkpoints import SavePolicy
 from p2ptrain.training.checkpoints.files import CheckpointInfo, LoadedCheckpoint, save_checkpoint
+from p2ptrain.training.checkpoints.tensor_file import CODES
 from p2ptrain.training.state.layout import Layout
 from p2ptrain.training.state.shared_state import SharedState
 
@@ -188,7 +189,11 @@ class Saver:
             local |= own
         if optimizer.work.drift is not None and _is_finite("the correction", {"drift": optimizer.work.drift.step}):
             local["drift"] = optimizer.work.drift.step
-        counts, waiting = optimizer.work.to_save()
+        try:
+            counts, waiting = optimizer.work.to_save()
+        except ValueError as error:
+            logger.warning("the work that waits is not saved: %s", error)
+            counts, waiting = {}, {}
         if _is_finite("the work that waits", waiting):
             extra["work"] = counts
             local |= waiting
@@ -230,7 +235,7 @@ def _is_finite(what: str, tensors: dict[str, torch.Tensor]) -> bool:
 
 def _flatten(value: Any, tensors: dict[str, torch.Tensor], path: str = OPTIMIZER) -> Any:
     """Replace the tensors of a state dict by references into ``tensors``, so that the rest is JSON."""
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, torch.Tensor) and value.dtype in CODES:
         tensors[path] = value.detach().cpu().contiguous()
         return {"tensor": path}
     if isinstance(value, dict):
@@ -239,7 +244,8 @@ def _flatten(value: Any, tensors: dict[str, torch.Tensor], path: str = OPTIMIZER
         return {"list": [_flatten(item, tensors, f"{path}.{i}") for i, item in enumerate(value)]}
     if value is None or isinstance(value, (bool, int, float, str)):
         return {"value": value}
-    raise CheckpointError(f"{path} is of type {type(value).__name__}, which a checkpoint cannot hold")
+    kind = f"has dtype {value.dtype}" if isinstance(value, torch.Tensor) else f"is of type {type(value).__name__}"
+    raise CheckpointError(f"{path} {kind}, which a checkpoint cannot hold")
 
 
 def _unflatten(value: Any, tensors: dict[str, torch.Tensor]) -> Any:

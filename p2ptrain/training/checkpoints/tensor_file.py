@@ -22,7 +22,7 @@ from p2ptrain.training.state.digest import byte_view
 
 PIECE_BYTES = 4 << 20
 
-_CODES = {
+CODES = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -61,10 +61,10 @@ def write_tensors(path: Path, tensors: Sequence[tuple[str, Tensor]]) -> FileHash
     header: dict[str, Any] = {"__metadata__": {"order": json.dumps(names)}}
     end = 0
     for name, tensor in ordered:
-        if tensor.dtype not in _CODES:
+        if tensor.dtype not in CODES:
             raise ValueError(f"{name} has dtype {tensor.dtype}, which cannot be saved")
         start, end = end, end + tensor.nbytes
-        header[name] = {"dtype": _CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+        header[name] = {"dtype": CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     digest = hashlib.sha256()

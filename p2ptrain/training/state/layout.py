@@ -100,8 +100,8 @@ class Layout:
         ``personal`` are patterns of the names of tensors that stay with each peer (see `PrivateSpec.personal`).
 
         Raises:
-            ValueError: A tensor is complex, sparse or quantized, an integer buffer is too large for fp32, no parameter
-                is trainable and shared, or a pattern matches no tensor.
+            ValueError: A tensor is complex, sparse or quantized, a buffer is too large for fp32 or not finite, no
+                parameter is trainable and shared, or a pattern matches no tensor.
         """
         entries: list[Entry] = []
         kept: list[Entry] = []
@@ -170,7 +170,7 @@ class Layout:
         return Fragment(0, self.entries)
 
     def new_vector(self) -> Tensor:
-        return torch.zeros(self.num_values, dtype=torch.float32)
+        return torch.zeros(self.num_values, dtype=torch.float32, device="cpu")
 
     @torch.no_grad()
     def read(self, module: nn.Module, out: Tensor) -> None:
@@ -201,12 +201,16 @@ class Layout:
         return list(self._bind(module, self.parameter_entries))
 
     def _bind(self, module: nn.Module, entries: tuple[Entry, ...]) -> Iterator[tuple[Entry, Tensor]]:
-        live = {"param": dict(_parameters(module)), "buffer": dict(_buffers(module))}
+        parameters = {_plain(name): parameter for name, parameter in module.named_parameters()}  # Frozen since, too.
+        live = {"param": parameters, "buffer": dict(_buffers(module))}
         for entry in entries:
             tensor = live[entry.kind].get(entry.name)
             if tensor is None or tuple(tensor.shape) != entry.shape:
                 found = "is missing" if tensor is None else f"has shape {tuple(tensor.shape)}, not {entry.shape}"
-                raise ValueError(f"the module changed: {entry.kind} {entry.name} {found}; make a new Layout for it")
+                raise ValueError(
+                    f"the module changed: {entry.kind} {entry.name} {found}; peers share what there was at the start,"
+                    " and a buffer that grows needs persistent=False"
+                )
             yield entry, tensor
 
     def _check_vector(self, vector: Tensor) -> None:
@@ -219,12 +223,15 @@ class Layout:
 
 
 def vector_codec(spec: AveragingSpec, layout: Layout) -> Codec:
-    """Return ``spec.codec``, mixed with ``spec.small_tensors`` if set; raise `IncompatibleError` if one is unknown."""
+    """Return ``spec.codec``, mixed with ``spec.small_tensors`` if set, and with fp32 for small buffers.
+
+    Raises:
+        IncompatibleError: A codec is unknown.
+    """
     codec = get_codec(spec.codec)
-    if not spec.small_tensors:
-        return codec
+    small_codec = get_codec(spec.small_tensors) if spec.small_tensors else codec
     sizes = [entry.num_values for entry in layout.entries]
-    return by_size(codec, get_codec(spec.small_tensors), sizes, spec.small_values)
+    return by_size(codec, small_codec, sizes, spec.small_values, len(layout.buffer_entries))
 
 
 Span = tuple[int, int, int]
@@ -343,10 +350,14 @@ def _personal(tensors: Mapping[str, Tensor], entry: Entry) -> Tensor:
     return tensor
 
 
+def _plain(name: str) -> str:
+    return name.replace(_COMPILED_PREFIX, "")
+
+
 def _parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:
-            yield name.replace(_COMPILED_PREFIX, ""), parameter
+            yield _plain(name), parameter
 
 
 def _buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -356,15 +367,21 @@ def _buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
         persistent.update(id(buffer) for buffer in kept)
     for name, buffer in module.named_buffers():
         if id(buffer) in persistent:
-            yield name.replace(_COMPILED_PREFIX, ""), buffer
+            yield _plain(name), buffer
 
 
 def _check_tensor(name: str, tensor: Tensor) -> None:
     if tensor.is_complex() or tensor.is_quantized or tensor.layout != torch.strided:
         raise ValueError(f"{name} is complex, quantized or sparse: only dense real tensors can be shared")
-    if tensor.dtype.is_floating_point or tensor.is_meta or not tensor.numel() or tensor.dtype == torch.bool:
+    if tensor.is_meta or not tensor.numel() or tensor.dtype == torch.bool:
         return
-    if max(int(tensor.max()), -int(tensor.min())) > MAX_EXACT_INTEGER:
+    if tensor.dtype.is_floating_point:
+        if not isinstance(tensor, nn.Parameter) and not bool(tensor.float().isfinite().all()):
+            raise ValueError(
+                f"the buffer {name} holds values that are not finite in fp32, as a mask does, and cannot be averaged:"
+                " register it with persistent=False"
+            )
+    elif max(int(tensor.max()), -int(tensor.min())) > MAX_EXACT_INTEGER:
         raise ValueError(
             f"the integer buffer {name} holds values beyond 2**24, which fp32 cannot carry:"
             " register it with persistent=False"

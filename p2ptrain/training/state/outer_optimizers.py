@@ -16,7 +16,7 @@ import math
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -36,6 +36,7 @@ MAX_TENSORS_PER_PARAMETER = 8
 advance: a download of it is at most nine times the model's size."""
 
 _PREFIX = "optim."
+_CHOOSE = "choose an optimizer whose state is tensors and numbers of each parameter"
 
 
 _NUMBERS: dict[str, Callable[[float], bool | int | float]] = {"bool": bool, "int": int, "float": float}
@@ -130,7 +131,7 @@ class NesterovStep(VectorStep):
     def __init__(self, layout: Layout, learning_rate: float, momentum: float) -> None:
         self._learning_rate = learning_rate
         self._momentum = momentum
-        self._velocity = torch.zeros(layout.num_parameters, dtype=torch.float32)
+        self._velocity = torch.zeros(layout.num_parameters, dtype=torch.float32, device="cpu")
         super().__init__(layout, [("outer.momentum", self._velocity)])
 
     @torch.no_grad()
@@ -175,9 +176,9 @@ class AdamStep(VectorStep):
     ) -> None:
         self._learning_rate = learning_rate
         self._beta1, self._beta2, self._epsilon = beta1, beta2, epsilon
-        self._first = torch.zeros(layout.num_parameters, dtype=torch.float32)
-        self._second = torch.zeros(layout.num_parameters, dtype=torch.float32)
-        self._steps = torch.zeros(num_fragments, dtype=torch.float32)
+        self._first = torch.zeros(layout.num_parameters, dtype=torch.float32, device="cpu")
+        self._second = torch.zeros(layout.num_parameters, dtype=torch.float32, device="cpu")
+        self._steps = torch.zeros(num_fragments, dtype=torch.float32, device="cpu")
         named = {"first": self._first, "second": self._second, "steps": self._steps}
         super().__init__(layout, [(f"outer.{name}", tensor) for name, tensor in named.items()])
 
@@ -274,6 +275,11 @@ class GradientStep(Stepper):
     def state_tensors(self) -> list[tuple[str, Tensor]]:
         """Return the optimizer's state as ``optim.<parameter>.<key>``, in the order of the layout, then by key."""
         tensors: list[tuple[str, Tensor]] = []
+        if others := [key for key in self._optimizer.state if not isinstance(key, Tensor)]:
+            raise IncompatibleError(
+                f"{type(self._optimizer).__name__} keeps {others[0]!r} for all parameters together, which peers cannot"
+                f" share: {_CHOOSE}"
+            )
         for entry, parameter in self._layout.parameters_of(self._module):
             state = self._optimizer.state.get(parameter) or {}
             for key in sorted(state):
@@ -284,11 +290,11 @@ class GradientStep(Stepper):
                     shared = value.detach().to("cpu", torch.float32).contiguous()
                 elif isinstance(value, (bool, int, float)):
                     key = f"{key}:{type(value).__name__}"
-                    shared = torch.tensor(float(value), dtype=torch.float32)
+                    shared = torch.tensor(float(value), dtype=torch.float32, device="cpu")
                 else:
                     raise IncompatibleError(
                         f"{type(self._optimizer).__name__} keeps {key!r} of type {type(value).__name__}, which peers"
-                        " cannot share: choose an optimizer whose state is tensors and numbers"
+                        f" cannot share: {_CHOOSE}"
                     )
                 tensors.append((f"{_PREFIX}{entry.name}.{key}", shared))
         return tensors
@@ -351,13 +357,33 @@ class GradientStep(Stepper):
             parameter.grad.copy_(gradient)
             if scale != 1.0:
                 parameter.grad.mul_(scale)
+            self._round_to_fp32(parameter)
         self._rates.set(round_)
+        before = self._settings()
         with torch.enable_grad():
             self._optimizer.step()
+        if self._settings() != before:
+            raise IncompatibleError(
+                f"{type(self._optimizer).__name__} keeps numbers in its parameter groups, which peers cannot share with"
+                f" every = 1: {_CHOOSE}, or set training.every above 1"
+            )
         for entry, parameter in parameters:
             vector[entry.offset : entry.end].view(entry.shape).copy_(parameter)
         step_buffers(self._layout, vector, mean, fragment or self._layout.whole)
         self._layout.write(vector, self._module, kind="buffer")
+
+    def _round_to_fp32(self, parameter: Tensor) -> None:
+        """Round a parameter and its state to what a newcomer has, which downloads fp32."""
+        held = self._optimizer.state.get(parameter, {})
+        for live in (parameter, *held.values()):
+            if isinstance(live, Tensor) and live.dtype == torch.float64:
+                live.copy_(live.float())
+        held.update({key: float(np.float32(value)) for key, value in held.items() if isinstance(value, float)})
+
+    def _settings(self) -> list[dict[str, Any]]:
+        """Return the numbers of the optimizer's groups, without the rates, which are set anew in each round."""
+        groups = self._optimizer.param_groups
+        return [{k: v for k, v in group.items() if k != "lr" and isinstance(v, (int, float))} for group in groups]
 
     def adopt(self, vector: Tensor) -> None:
         """Copy the vector into the live parameters, which the torch optimizer steps."""
@@ -366,11 +392,16 @@ class GradientStep(Stepper):
     def _load(self, state: dict[int, dict[str, Tensor | bool | int | float]]) -> None:
         """Load ``state`` through torch, which selects the devices, but keep the containers: wrappers refer to them."""
         optimizer = self._optimizer
-        groups, container = optimizer.param_groups, optimizer.state
+        groups, container, places = optimizer.param_groups, optimizer.state, self._places()
         whole = optimizer.state_dict()
         whole["state"] = state
         optimizer.load_state_dict(whole)
         loaded = dict(optimizer.state)
+        for parameter, held in loaded.items():
+            for key, value in state[places[id(parameter)]].items():
+                # torch casts all but `step` to the parameter's dtype, such as NAdam's scalars to bf16.
+                if isinstance(value, Tensor) and not value.dim() and parameter.dim():
+                    held[key] = value.to(held[key].device)
         container.clear()
         container.update(loaded)
         optimizer.state = container

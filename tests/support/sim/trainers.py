@@ -238,7 +238,7 @@ class SimulatedTrainer:
             else:
                 parameter.data.add_(noise)
         if self.manifest.training.every == 1:
-            self.work.add_gradients(TOKENS_PER_STEP)
+            self.work.add_gradients(self.module.parameters(), TOKENS_PER_STEP)
         self.work.add_step(1, TOKENS_PER_STEP)
         name = self.peer.name
         self.ledger.produced[name] = self.ledger.produced.get(name, 0) + TOKENS_PER_STEP

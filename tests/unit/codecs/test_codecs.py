@@ -48,6 +48,16 @@ def test_bytes_and_decoded_bits_are_those_of_this_version(codec: Codec) -> None:
     assert f"{codec.version} {fingerprint(codec)}" == FINGERPRINTS[codec.name]
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_script_s_default_dtype_changes_no_bit(codec: Codec, dtype: torch.dtype) -> None:
+    torch.set_default_dtype(dtype)
+    try:
+        check_codec(codec)
+        assert f"{codec.version} {fingerprint(codec)}" == FINGERPRINTS[codec.name]
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_bits_do_not_depend_on_the_number_of_threads(codec: Codec) -> None:
     vector, threads = gaussian(300_000), torch.get_num_threads()
     found = []

@@ -88,6 +88,16 @@ def test_rates_that_are_tensors_stay_tensors_and_groups_keep_their_base() -> Non
     assert rates.change() == ""
 
 
+def test_an_optimizer_without_a_rate_of_its_own_is_left_alone() -> None:
+    """As transformers' Adafactor by default: its steps have a relative size."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.25)
+    optimizer.param_groups[0]["lr"] = None
+    rates = LearningRates(optimizer, halves)
+    rates.set(3)
+    assert optimizer.param_groups[0]["lr"] is None
+    assert (rates.current(), rates.change()) == ([None], "")
+
+
 # --- in `SwarmOptimizer`
 
 

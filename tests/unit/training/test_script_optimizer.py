@@ -1,11 +1,13 @@
 """`SwarmOptimizer` in loops that others wrote: the loss it sees, what is refused, and on which rule peers agree."""
 
+import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -16,7 +18,7 @@ from p2ptrain.training.evaluate import mean_and_error
 from p2ptrain.training.optimizer_checks import check_optimizer, differences, step_rule
 from p2ptrain.training.private.site import Site
 from tests.support.lone import lone_peer
-from tests.support.processes.worker import make_model, make_optimizer
+from tests.support.processes.worker import loss_of, make_model, make_optimizer
 
 
 class Told(nn.Module):
@@ -95,6 +97,62 @@ def test_the_loss_of_the_model_s_outputs_is_seen(tmp_path: Path, clock: SimpleNa
         assert step(8.0) == 8.0
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_a_model_of_torchscript_takes_no_hooks_and_trains(tmp_path: Path) -> None:
+    model = torch.jit.script(make_model(8))  # type: ignore[no-untyped-call]
+    with lone_peer(tmp_path, model, make_optimizer(model), every=1, local_batch=1, global_batch=1) as peer:
+        loss_of(model, [0]).backward()  # type: ignore[no-untyped-call]
+        peer.optimizer.step()
+        assert peer.optimizer.round == 1
+
+
+@pytest.mark.parametrize("kind", [float, torch.Tensor.clone, np.float32, nn.Parameter], ids=lambda kind: kind.__name__)
+def test_a_loss_and_a_size_of_any_type_become_plain_numbers(tmp_path: Path, kind: Callable[[Any], Any]) -> None:
+    """Others go into no record and into no checkpoint."""
+    model = Told()
+    with lone_peer(tmp_path, model, torch.optim.SGD(model.parameters(), 0.0), every=100) as peer:
+        opt = peer.optimizer
+        opt.loss = kind(torch.tensor(2.5))
+        opt.count(kind(torch.tensor(4.0)), kind(torch.tensor(40.0)))
+        opt.step()
+        assert [type(each) for each in (opt.loss, opt.work.samples, opt.work.tokens)] == [float, int, int]
+        assert (opt.loss, opt.work.samples, opt.total_tokens) == (2.5, 4, 40)
+
+
+def test_a_state_of_an_earlier_round_does_not_replace_the_shared_one(tmp_path: Path) -> None:
+    """A peer whose optimizer has another state than its round's takes itself for damaged, and commits nothing more."""
+    model = make_model(8)
+    with lone_peer(tmp_path, model, make_optimizer(model), every=1, local_batch=1, global_batch=2) as peer:
+        opt, saved = peer.optimizer, dict[str, Any]()
+        for step in range(5):
+            loss_of(model, [step]).backward()  # type: ignore[no-untyped-call]
+            opt.step()
+            opt.zero_grad()
+            saved = copy.deepcopy(opt.state_dict()) if step == 2 else saved
+        opt.load_state_dict(saved)
+        assert peer.synchronizer.state.tree().root == peer.synchronizer.head.digest
+        assert (opt.round, opt.work.samples) == (2, saved["p2ptrain"]["samples"])
+
+
+ROUNDS: list[dict[str, Any]] = [
+    {"every": 1, "local_batch": 1, "global_batch": 1},
+    *({"every": 2, "outer": outer} for outer in ("nesterov", "adam", "average")),
+]
+
+
+@pytest.mark.parametrize("training", ROUNDS, ids=str)
+def test_the_script_s_default_device_is_not_that_of_the_shared_state(tmp_path: Path, training: dict[str, Any]) -> None:
+    model = make_model(8)
+    opt = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    with torch.device("meta"), lone_peer(tmp_path, model, opt, **training) as peer:
+        for _ in range(3):
+            sum(each.sum() for each in model.parameters()).backward()  # type: ignore[union-attr]
+            peer.optimizer.step()
+            peer.optimizer.zero_grad()
+        peer.saver.save()
+        assert all(tensor.device.type == "cpu" for _, tensor in peer.synchronizer.state.tensors())
+
+
 def test_parameters_cannot_be_added_frozen_or_unfrozen_later(tmp_path: Path) -> None:
     model = make_model(8)
     with lone_peer(tmp_path, model, make_optimizer(model), every=100) as peer:
@@ -104,6 +162,32 @@ def test_parameters_cannot_be_added_frozen_or_unfrozen_later(tmp_path: Path) -> 
         model[0].requires_grad_(False)  # type: ignore[index]
         with pytest.raises(UsageError, match=r"requires_grad of 0\.bias, 0\.weight changed"):
             peer.optimizer.synchronize()
+
+
+def test_parameters_frozen_within_a_global_batch_are_told_of_in_one_line(tmp_path: Path) -> None:
+    model = make_model(8)
+    with lone_peer(tmp_path, model, make_optimizer(model), every=1, local_batch=1, global_batch=2) as peer:
+        model[0].requires_grad_(False)  # type: ignore[index]
+        with pytest.raises(UsageError, match=r"requires_grad of 0\.bias, 0\.weight changed"):
+            peer.optimizer.step()
+
+
+@pytest.mark.parametrize("training", [{"every": 2}, {"every": 1, "local_batch": 4, "global_batch": 8}], ids=str)
+def test_gradients_that_the_optimizer_does_not_hold_change_no_step(tmp_path: Path, training: dict[str, Any]) -> None:
+    """Its `zero_grad` leaves those of a body that is not frozen, so they add up from batch to batch."""
+    trained = []
+    for frozen in (True, False):
+        model = make_model(8)
+        model[0].requires_grad_(not frozen)  # type: ignore[index]
+        inner = torch.optim.SGD(model[2].parameters(), 0.1)  # type: ignore[index]
+        with lone_peer(tmp_path, model, inner, clip_norm=0.1, **training) as peer:
+            for step in range(8):
+                loss_of(model, [step, step + 1]).backward()  # type: ignore[no-untyped-call]
+                peer.optimizer.step()
+                peer.optimizer.zero_grad()
+            assert peer.synchronizer.head.round == 4
+        trained.append(model[2].weight.detach().clone())  # type: ignore[index]
+    torch.testing.assert_close(trained[1], trained[0])
 
 
 REFUSED: dict[str, tuple[int, Callable[[nn.Module], torch.optim.Optimizer], str]] = {

@@ -5,7 +5,7 @@ import torch
 
 from p2ptrain.averaging.commit.attempt import lists_parts, mean_codec, mean_codec_of, part_codecs
 from p2ptrain.averaging.protocol.certificate import Body
-from p2ptrain.codecs import CODECS, Codec, PartList, dense_codec, get_codec
+from p2ptrain.codecs import CODECS, Codec, PartList, codec_at, dense_codec, get_codec
 from p2ptrain.codecs.mixed import by_size
 from p2ptrain.manifest import AveragingSpec
 
@@ -58,6 +58,22 @@ def test_slow_members_send_sparse_parts_only_where_zeros_do_not_vote(rule: str) 
     assert names == (["int8", "int4"] if rule in ("trimmed", "median") else ["int8", "int4", "topk"])
     for codec in (get_codec("topk"), MIXED, get_codec("fp32")):
         assert part_codecs(spec(rule), codec, NUM_VALUES) == (codec,), "sparse and lossless codecs are used by all"
+
+
+@pytest.mark.parametrize("level", [0, 1])
+@pytest.mark.parametrize("name", ["int8", "topk"])
+def test_exact_tensors_are_exact_in_slow_members_parts_and_in_delegates_sums_too(name: str, level: int) -> None:
+    sizes = [NUM_VALUES - 300, 300]
+    vector = torch.randn(NUM_VALUES, generator=torch.Generator().manual_seed(1))
+    whole = codec_at(by_size(get_codec(name), get_codec("fp32"), sizes, 300), level)
+    names = ["mixed(int8/1,fp32/1)", "mixed(int4/1,fp32/1)"] if level or name == "int8" else ["mixed(topk/1,fp32/1)"]
+    codecs = part_codecs(spec("mean"), whole, NUM_VALUES)
+    assert [codec.name for codec in codecs] == names
+    cut = NUM_VALUES - 100 * whole.block_size
+    for codec in codecs:
+        part, out = codec.part(cut, NUM_VALUES), torch.empty(NUM_VALUES - cut)
+        part.decode_into(part.encode(vector[cut:]), out)
+        assert torch.equal(out[-300:], vector[-300:])
 
 
 def test_the_dense_form_of_a_mixture_keeps_its_small_tensors_and_its_cuts() -> None:

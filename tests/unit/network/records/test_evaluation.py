@@ -55,8 +55,13 @@ def test_the_metric_of_most_sites_is_pooled_from_the_earliest_round() -> None:
     assert pooled([]) is None
 
 
-def test_a_mean_that_is_not_finite_is_not_reported() -> None:
-    assert Evaluation.of("loss", 0, math.nan, 0.1, 5) is None
-    found = Evaluation.of("loss", 0, 1.0, math.inf, 1)
+@pytest.mark.parametrize("mean", [math.nan, math.inf, 3e13, -3e13])
+def test_a_mean_that_no_record_can_carry_is_not_reported(mean: float) -> None:
+    assert Evaluation.of("loss", 0, mean, 0.1, 5) is None
+
+
+@pytest.mark.parametrize("error", [math.inf, 1e20])
+def test_an_error_that_no_record_can_carry_is_unknown(error: float) -> None:
+    found = Evaluation.of("loss", 0, 1.0, error, 1)
     assert found is not None
     assert found.interval is None

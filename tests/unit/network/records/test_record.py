@@ -167,6 +167,13 @@ def test_a_loss_that_is_no_number_means_that_it_diverged(loss: float | None) -> 
     assert parsed.tokens_per_second == 0.0
 
 
+@pytest.mark.parametrize("loss", [3e13, -3e13])
+def test_a_loss_beyond_all_bounds_makes_no_record_that_others_refuse(loss: float) -> None:
+    """Such as the summed squared errors of prices."""
+    parsed = PeerRecord.from_payload("alice", record(loss=loss).to_payload())
+    assert (parsed.loss, parsed.diverged) == (math.copysign(1e12, loss), False)
+
+
 OUT_OF_BOUNDS: dict[str, tuple[Any, ...]] = {
     "round": (-1, 1.0, True, 2**63), "lineage": (b"short",), "digest": ("d" * 32,), "role": ("admin",),
     "state": (None,), "reachability": ("magic",), "loss": (NAN, "2.5"), "tokens_per_second": (INF, -1.0),

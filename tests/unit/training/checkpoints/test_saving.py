@@ -67,6 +67,36 @@ def test_a_peer_that_starts_again_goes_on_as_if_it_had_not_stopped(
     assert torch.equal(_values(second), _values(whole))
 
 
+@pytest.mark.parametrize("training", TRAINING, ids=str)
+def test_a_script_that_ends_while_its_model_is_frozen_saves_all_the_same(
+    tmp_path: Path, training: dict[str, Any]
+) -> None:
+    """As Ctrl-C in an evaluation, or in the other half of a step with two losses."""
+    first, second = make_model(8), make_model(8)
+    with lone_peer(tmp_path, first, make_optimizer(first), **training) as peer:
+        _train(peer, 0, 4)
+        first.requires_grad_(False)
+        peer.saver.save_last()
+    with lone_peer(tmp_path, second, make_optimizer(second), **training) as peer:
+        _resume(peer, tmp_path)
+    assert torch.equal(_values(second), _values(first))
+
+
+def test_work_on_a_buffer_that_grew_is_left_out_and_the_rest_is_saved(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = make_model(8)
+    model.register_buffer("seen", torch.zeros(1))
+    with lone_peer(tmp_path, model, make_optimizer(model), every=3) as peer:
+        _train(peer, 0, 4)
+        model.register_buffer("seen", torch.zeros(2))
+        peer.saver.save_last()
+        checkpoint = load_newest_valid(tmp_path, peer.saver._swarm)
+        assert checkpoint is not None
+        assert checkpoint.head == peer.synchronizer.head
+    assert "a buffer that grows needs persistent=False" in caplog.text
+
+
 def test_a_state_that_has_another_digest_is_not_restored(tmp_path: Path) -> None:
     module = make_model(8)
     with lone_peer(tmp_path, module, make_optimizer(module), every=4) as peer:
@@ -189,12 +219,26 @@ def test_a_save_that_fails_in_the_background_is_logged_and_the_next_one_is_made(
     assert len(list(tmp_path.glob("0*"))) == 1
 
 
-def test_state_that_a_checkpoint_cannot_hold_is_an_error_and_not_a_crash(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("odd", "words"),
+    [
+        (object(), "of type object"),
+        (torch.zeros(2, dtype=torch.complex64), "complex64"),
+        (torch.zeros(2).to(torch.float8_e4m3fn), "float8"),
+    ],
+    ids=["object", "complex", "float8"],
+)
+def test_state_that_a_checkpoint_cannot_hold_is_an_error_and_not_a_crash(
+    tmp_path: Path, odd: object, words: str, caplog: pytest.LogCaptureFixture
+) -> None:
     model = make_model(8)
     with lone_peer(tmp_path, model, make_optimizer(model), every=2) as peer:
-        peer.optimizer.inner.state[next(model.parameters())]["odd"] = object()
-        with pytest.raises(CheckpointError, match="of type object"):
+        peer.optimizer.inner.state[next(model.parameters())]["odd"] = odd
+        with pytest.raises(CheckpointError, match=words):
             peer.saver.save()
+        for _ in range(2):  # Each save waits for the one before.
+            peer.saver.save_in_background()
+    assert len([record for record in caplog.records if words in record.message]) == 2
 
 
 @pytest.mark.parametrize("values", [{"every_rounds": -1}, {"every_minutes": -1.0}, {"keep_last": 0}])

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from p2ptrain.codecs import get_codec
+from p2ptrain.codecs import CODECS, get_codec
 from p2ptrain.manifest import AveragingSpec
 from p2ptrain.training.state.layout import MAX_EXACT_INTEGER, Layout, vector_codec
 
@@ -111,6 +111,11 @@ def test_what_cannot_be_shared_is_refused() -> None:
     module.register_buffer("ids", torch.tensor([MAX_EXACT_INTEGER + 1]))
     with pytest.raises(ValueError, match=r"ids.*persistent=False"):
         Layout.from_module(module)
+    module.register_buffer("ids", torch.full((2, 2), -torch.inf).triu(1))
+    with pytest.raises(ValueError, match=r"ids.*not finite.*persistent=False"):
+        Layout.from_module(module)
+    module.register_buffer("ids", torch.full((2, 2), -torch.inf), persistent=False)
+    assert not Layout.from_module(module).buffer_entries
     with pytest.raises(ValueError, match="requires_grad"):
         Layout.from_module(nn.Linear(2, 2).requires_grad_(False))
     with pytest.raises(ValueError, match="complex"):
@@ -134,19 +139,40 @@ LAYOUT = Layout.from_module(MODEL)
 
 
 def test_one_codec_unless_small_tensors_have_theirs() -> None:
-    assert vector_codec(AveragingSpec(codec="int4"), LAYOUT) is get_codec("int4")
-    assert vector_codec(AveragingSpec(codec="int8", small_tensors="fp16", small_values=1), LAYOUT).block_size == 256
-    assert vector_codec(AveragingSpec(codec="int8", small_tensors="fp16"), LAYOUT) is get_codec("fp16")
+    layout = Layout.from_module(nn.Linear(40, 30))
+    assert vector_codec(AveragingSpec(codec="int4"), layout) is get_codec("int4")
+    assert vector_codec(AveragingSpec(codec="int8", small_tensors="fp16", small_values=30), layout).block_size == 256
+    assert vector_codec(AveragingSpec(codec="int8", small_tensors="fp16"), layout) is get_codec("fp16")
 
 
-def test_biases_norms_and_counters_travel_as_the_manifest_says() -> None:
+@pytest.mark.parametrize("name", CODECS.own)
+def test_small_buffers_are_exact_and_cost_the_parameters_nothing(name: str) -> None:
+    """A counter of batches grows by hundreds in a round, while a running variance moves by less than one."""
+    module = nn.Sequential(nn.Linear(40, 30), nn.BatchNorm1d(30))
+    module.register_buffer("large", torch.zeros(8192))
+    layout, vector = Layout.from_module(module), torch.rand(1230 + 60 + 61 + 8192)
+    counter, large = next(e for e in layout.entries if "batches" in e.name), layout.buffer_entries[0]
+    vector[counter.offset] = -500.0
+    codec, plain = vector_codec(AveragingSpec(codec=name), layout), get_codec(name)
+    out, alone = torch.empty_like(vector), torch.empty(layout.num_parameters)
+    codec.decode_into(codec.encode(vector), out)
+    plain.decode_into(plain.encode(vector[: layout.num_parameters]), alone)
+    assert torch.equal(out[large.end :], vector[large.end :])
+    if name != "topk":  # A chunk of it has 4096 values, and this one has some of the large buffer.
+        torch.testing.assert_close(out[: layout.num_parameters], alone, rtol=0, atol=0.1)
+    assert codec.encoded_bytes(layout.num_values) <= plain.encoded_bytes(layout.num_values) + 4 * 61 + 8
+
+
+def test_biases_and_norms_travel_as_the_manifest_says() -> None:
     codec = vector_codec(AveragingSpec(codec="topk", small_tensors="bf16", small_values=100), LAYOUT)
     vector = torch.randn(LAYOUT.num_values, generator=torch.Generator().manual_seed(0))
     out = torch.empty_like(vector)
     codec.decode_into(codec.encode(vector), out)
     for entry in LAYOUT.entries:
         part, expected = out[entry.offset : entry.end], vector[entry.offset : entry.end]
-        if len(entry.shape) < 2:
+        if entry.kind == "buffer":
+            assert torch.equal(part, expected), entry.name
+        elif len(entry.shape) < 2:
             assert torch.equal(part, expected.bfloat16().float()), entry.name
         else:
             assert 0 < int((part != 0).sum()) < len(part) / 20, entry.name

@@ -29,6 +29,7 @@ from p2ptrain.training.state.outer_optimizers import (
     GradientStep,
     NesterovStep,
 )
+from p2ptrain.training.state.shared_state import SharedState
 from tests.support.codecs import exact_values
 
 SPEC = TrainingSpec(every=1, learning_rate=0.02, weight_decay=0.1, warmup_steps=4, clip_norm=2.0)
@@ -252,6 +253,8 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "sgd-momentum": lambda m: torch.optim.SGD(m.parameters(), 0.1, momentum=0.9, nesterov=True),
     "adagrad": lambda m: torch.optim.Adagrad(m.parameters(), 0.1),
     "groups": lambda m: torch.optim.AdamW(_groups(m), 1e-2),
+    "nadam": lambda m: torch.optim.NAdam(m.parameters(), 1e-2),
+    "asgd": lambda m: torch.optim.ASGD(m.parameters(), 1e-2),
 }
 
 
@@ -261,9 +264,11 @@ def _mean(layout: Layout, seed: int) -> torch.Tensor:
     return mean
 
 
-def gradient_step(name: str = "adamw", clip: float = 0.0) -> tuple[Net, Layout, GradientStep, torch.Tensor]:
+def gradient_step(
+    name: str = "adamw", clip: float = 0.0, dtype: torch.dtype = torch.float32
+) -> tuple[Net, Layout, GradientStep, torch.Tensor]:
     """A model, its layout, the step around a new optimizer, and the vector."""
-    net = Net()
+    net = Net().to(dtype)
     layout = Layout.from_module(net)
     vector = layout.new_vector()
     layout.read(net, vector)
@@ -291,8 +296,9 @@ def test_gradient_step_equals_torch_on_the_mean_gradient(name: str, clip: float)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_gradient_state_rebuilds_an_optimizer_that_has_not_stepped(name: str) -> None:
-    (_, layout, first, vector), two = gradient_step(name), Net()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_gradient_state_rebuilds_an_optimizer_that_has_not_stepped(name: str, dtype: torch.dtype) -> None:
+    (_, layout, first, vector), two = gradient_step(name, dtype=dtype), Net().to(dtype)
     for seed in range(3):
         first.step(vector, _mean(layout, seed), 0)
     optimizer = OPTIMIZERS[name](two)
@@ -344,6 +350,52 @@ def test_numbers_in_an_optimizers_state_keep_their_type() -> None:
     assert {key: (type(value), value) for key, value in optimizer.state[first].items()} == {
         key: (type(value), value) for key, value in state.items()
     }
+
+
+class Odd(torch.optim.SGD):
+    """Keeps a number: for each parameter, for all of them together, or in its group."""
+
+    def __init__(self, module: nn.Module, place: str) -> None:
+        super().__init__(module.parameters(), 0.1)
+        self.place = place
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            if self.place == "group":
+                group["d"] = group.get("d", 0.1) + 0.1
+            for key in group["params"] if self.place == "parameter" else ["all"] if self.place == "all" else []:
+                self.state[key]["d"] = self.state[key].get("d", 0.1) * 1.1
+            group["lr"] = self.state[group["params"][0]].get("d", 0.1)
+        return super().step(closure)
+
+
+def test_a_number_of_each_parameter_has_the_same_bits_at_a_newcomer() -> None:
+    one, two = Net(), Net()
+    layout, vector = Layout.from_module(one), Layout.from_module(one).new_vector()
+    layout.read(one, vector)
+    first, second = (GradientStep(WrappedOptimizer(Odd(net, "parameter")), net, layout) for net in (one, two))
+    first.step(vector, _mean(layout, 1), 0)
+    other = vector.clone()
+    second.load_state_tensors(copy.deepcopy(first.state_tensors()))
+    layout.write(other, two)
+    for seed in range(2, 12):
+        first.step(vector, _mean(layout, seed), 0)
+        second.step(other, _mean(layout, seed), 0)
+    assert torch.equal(vector, other)
+
+
+@pytest.mark.parametrize("place", ["group", "all"])
+def test_an_optimizer_whose_numbers_a_newcomer_cannot_have_is_refused(place: str) -> None:
+    net = Net()
+    layout = Layout.from_module(net)
+    state = SharedState(net, layout, GradientStep(WrappedOptimizer(Odd(net, place)), net, layout))
+
+    def commit() -> None:
+        state.apply(_mean(layout, 1), 0)
+        state.tree()
+
+    with pytest.raises(IncompatibleError, match="choose an optimizer"):
+        commit()
 
 
 @pytest.mark.parametrize(

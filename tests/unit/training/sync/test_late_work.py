@@ -28,7 +28,7 @@ def _local(accumulate: bool) -> tuple[Contribution, SharedState]:
     work = LocalContribution(module, state, accumulate=accumulate)
     if accumulate:
         module(torch.ones(2, 3)).pow(2).sum().backward()
-        work.add_gradients(TOKENS)
+        work.add_gradients(module.parameters(), TOKENS)
     else:
         with torch.no_grad():
             module.weight.add_(torch.arange(9.0).reshape(3, 3))
