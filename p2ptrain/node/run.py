@@ -15,6 +15,7 @@ from p2ptrain.node.guest.visit import visiting
 from p2ptrain.node.options import peer_options
 from p2ptrain.node.peer import Peer
 from p2ptrain.node.process import StopSignals, notify
+from p2ptrain.node.reports.summary import SUMMARY_FILE
 from p2ptrain.node.roles import take_role
 from p2ptrain.runtime import be_nice, real_runtime
 
@@ -47,6 +48,7 @@ async def run_peer(
     link = SwarmLink.parse(config.link) if config.link else None
     with contextlib.ExitStack() as stack:
         identity = stack.enter_context(contextlib.closing(Identity.create_or_load(run_dir / IDENTITY_FILE)))
+        (run_dir / SUMMARY_FILE).unlink(missing_ok=True)  # Of an earlier run; a killed peer leaves none.
         signed = signed_manifest or _read_manifest(config, link, identity)
         if link is None and signed is None:
             raise ConfigError(
