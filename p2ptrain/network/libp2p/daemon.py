@@ -350,15 +350,15 @@ def check_ports_free(listen: Sequence[str]) -> None:
             continue
         family = socket.AF_INET if found[1] == "4" else socket.AF_INET6
         kind = socket.SOCK_STREAM if found[3] == "tcp" else socket.SOCK_DGRAM
-        with socket.socket(family, kind) as probe:
-            if found[3] == "tcp":
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
+        try:
+            with socket.socket(family, kind) as probe:
+                if found[3] == "tcp":
+                    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 probe.bind((found[2], int(found[4])))
-            except OSError as error:
-                if error.errno == errno.EADDRINUSE:
-                    raise ResourceError(_port_taken(found[4])) from error
-                raise ResourceError(f"cannot listen at {address}: {error.strerror}; choose another address") from error
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise ResourceError(_port_taken(found[4])) from error
+            raise ResourceError(f"cannot listen at {address}: {error.strerror}; choose another address") from error
 
 
 def _port_taken(port: str) -> str:
