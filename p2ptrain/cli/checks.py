@@ -231,9 +231,9 @@ def check_disk(folder: Path) -> Check:
 
 
 def check_memory() -> Check:
-    import psutil
+    from p2ptrain.pipeline.measure import available_memory
 
-    free = psutil.virtual_memory().available
+    free = available_memory()
     detail = f"{human_bytes(free)} available"
     fix = "close other programs; a trainer takes 0.5 GB and 32 bytes per parameter"
     return Check("memory", free >= _GOOD_MEMORY_BYTES, detail, fix, required=free < _MIN_MEMORY_BYTES)
