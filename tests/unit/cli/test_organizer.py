@@ -1,7 +1,10 @@
 """The organizer's files: what `seed` signs, and what `invite`, `revoke` and `ban` find and write."""
 
 import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,7 +17,9 @@ from p2ptrain.manifest import INVITE_FILE, REVOCATIONS_FILE, SIGNED_FILE, Admiss
 from p2ptrain.network.admission import Invite, mark
 from p2ptrain.network.identity import IDENTITY_FILE, Identity
 from p2ptrain.network.link import SwarmLink
+from p2ptrain.network.records.record import PeerRecord
 from p2ptrain.network.schema import from_bytes
+from tests.support.records import record_of
 
 
 def sign(folder: Path, manifest: Manifest) -> Manifest:
@@ -78,6 +83,28 @@ def test_an_invite_is_another_each_time_and_a_pass_is_for_the_peer_that_it_names
     assert main([*command, "--peer", "Qm"]) == 2
     assert main(["invite", str(tmp_path)]) == 3
     assert "link.txt is not there: start 'p2ptrain seed" in capsys.readouterr().err
+
+
+def test_a_peer_that_makes_up_its_start_does_not_end_the_list_of_members(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    link = standing_link(tmp_path, sign(tmp_path, Manifest()))
+    liar, stranger = record_of("liar", started_at=1e18), record_of("stranger", started_at=1e18)
+
+    async def peers() -> list[PeerRecord]:
+        return [liar]
+
+    @asynccontextmanager
+    async def observing(link: SwarmLink) -> AsyncIterator[SimpleNamespace]:
+        book = SimpleNamespace(strangers={"stranger": (stranger, "no pass")})
+        admission = SimpleNamespace(way_in=lambda peer: "puzzle")
+        yield SimpleNamespace(
+            peers=peers, peer=SimpleNamespace(admission=admission, presence=SimpleNamespace(book=book))
+        )
+
+    monkeypatch.setattr("p2ptrain.node.observe.observing", observing)
+    assert main(["members", str(link)]) == 0
+    assert "not admitted: no pass" in capsys.readouterr().out
 
 
 def test_what_names_no_invite_no_peer_and_no_time_is_refused() -> None:
