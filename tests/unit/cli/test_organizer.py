@@ -12,7 +12,7 @@ from p2ptrain.cli.commands.admission.invite import seconds
 from p2ptrain.cli.commands.admission.organizer import change, mark_of
 from p2ptrain.cli.main import main
 from p2ptrain.cli.manifests import KEY_FILE, read_revocations, sign_manifest
-from p2ptrain.errors import UsageError
+from p2ptrain.errors import IntegrityError, UsageError
 from p2ptrain.manifest import INVITE_FILE, REVOCATIONS_FILE, SIGNED_FILE, AdmissionSpec, Manifest
 from p2ptrain.network.admission import Invite, mark
 from p2ptrain.network.identity import IDENTITY_FILE, Identity
@@ -64,6 +64,24 @@ def test_revoking_the_seeds_invite_gives_its_next_start_another_one(
     assert main(["ban", str(tmp_path), peer, "--undo"]) == 0
     assert read_revocations(manifest, tmp_path / REVOCATIONS_FILE).banned == ()
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("kept", [0, 20])
+def test_a_damaged_list_of_bans_is_not_replaced_by_one_without_them(
+    kept: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    link = standing_link(tmp_path, sign(tmp_path, Manifest()))
+    peer = link.addresses[0].rpartition("/p2p/")[2]
+    assert main(["ban", str(tmp_path), peer]) == 0
+    path = tmp_path / REVOCATIONS_FILE
+    damaged = path.read_bytes()[:kept]
+    path.write_bytes(damaged)
+    for command in (["ban", str(tmp_path), peer], ["invite", str(tmp_path), "--link", str(link)]):
+        assert main(command) == 8
+        assert "restore it" in capsys.readouterr().err
+    with pytest.raises(IntegrityError):
+        sign(tmp_path, Manifest())
+    assert path.read_bytes() == damaged
 
 
 def test_an_invite_is_another_each_time_and_a_pass_is_for_the_peer_that_it_names(
