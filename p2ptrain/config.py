@@ -184,7 +184,7 @@ class StopAfterSection(Section):
     """Rounds that the swarm commits after this peer took on its state."""
     at_round: int = Field(0, ge=0, le=1 << 40)
     """Rounds that the swarm commits in all."""
-    minutes: float = Field(0.0, ge=0, le=1e9, allow_inf_nan=False)
+    minutes: float = Field(0.0, ge=0, le=1e9)
     """Time since training started."""
 
 
@@ -202,11 +202,11 @@ class GuestSection(Section):
 
     schedule: Annotated[str, AfterValidator(_check_schedule)] = ""
     """Hours in which it works, by local time, such as ``22:00-07:00,12:00-13:00``; empty for all hours."""
-    only_when_idle: float = Field(0.0, ge=0, le=100, allow_inf_nan=False)
+    only_when_idle: float = Field(0.0, ge=0, le=100)
     """Pause while other programs take more than so many percent of all cores' time; 0 sets no limit."""
     on_battery: bool = False
     """Work on a battery, too; else this peer pauses until the machine is plugged in."""
-    gpu_celsius: float = Field(0.0, ge=0, le=150, allow_inf_nan=False)
+    gpu_celsius: float = Field(0.0, ge=0, le=150)
     """Pause while the GPU that this peer uses is hotter, until it is 10 degrees cooler; 0 sets no limit. It needs
     nvidia-ml-py (``p2ptrain[gpu]``)."""
 
@@ -258,7 +258,7 @@ class PeerConfig(Section):
     those whose text the swarm may train on."""
     summary: Path | None = None
     """Another path for the summary, besides ``summary.json`` in ``run_dir``."""
-    drain_seconds: float = Field(45.0, ge=3, le=86400, allow_inf_nan=False)
+    drain_seconds: float = Field(45.0, ge=3, le=86400)
     """Deadline from SIGTERM to the end of the process: a third for the round in progress, the rest for saving;
     < ``TimeoutStopSec`` of systemd and ``stop_grace_period`` of compose."""
     network: NetworkSection = NetworkSection()
