@@ -33,7 +33,7 @@ def parse_size(value: Any) -> int:
 def parse_rate(value: Any) -> int:
     """Return the bytes per second of a number, or of text such as ``20Mbit`` or ``2.5MB`` (``/s`` may follow).
 
-    Raises as `parse_size`.
+    A small ``b`` is a bit, as in ``20Mbps``. Raises as `parse_size`.
     """
     return _parse_quantity(value, "a rate such as '20Mbit' or '2.5MB'", bits_allowed=True)
 
@@ -47,7 +47,7 @@ def _parse_quantity(value: Any, wanted: str, *, bits_allowed: bool) -> int:
     if match is None:
         raise ValueError(f"{value!r} is not {wanted}")
     number, prefix, unit = match.groups()
-    is_bits = (unit or "").lower().startswith("bit")
+    is_bits = (unit or "").lower().startswith("bit") or (bits_allowed and unit == "b")  # As in Mbps.
     if is_bits and not bits_allowed:
         raise ValueError(f"{value!r} is in bits; give {wanted}")
     return int(float(number) * _UNITS[(prefix or "").lower()] / (8 if is_bits else 1))
