@@ -148,7 +148,8 @@ def check_daemon(path: Path | None) -> Check:
         started = time.monotonic()
         error = _start_daemon(path, arguments)
     if error is not None:
-        return Check("daemon", False, error, f"{fix}; check that {tempfile.gettempdir()} can be written to")
+        fix += f"; check that {tempfile.gettempdir()} can be written to, and is not a long path"
+        return Check("daemon", False, error, fix)
     return Check("daemon", True, f"p2pd starts in {time.monotonic() - started:.2f} s", "")
 
 

@@ -44,6 +44,8 @@ SPAWN_PAUSE_SECONDS = 0.01
 _spawning = threading.Lock()
 START_ATTEMPTS = 3
 KEY_SOURCE = "/proc/self/fd/0"
+MAX_ROOT_BYTES = 68
+"""Length of the folder for temporary files; the path of a socket in it has at most 107 bytes."""
 
 
 class SocketDirectory:
@@ -54,6 +56,9 @@ class SocketDirectory:
 
     def __init__(self) -> None:
         root = Path(tempfile.gettempdir())
+        if len(os.fsencode(root)) > MAX_ROOT_BYTES:
+            reason = f"{root} is longer than {MAX_ROOT_BYTES} bytes: set TMPDIR to a shorter path"
+            raise OSError(errno.ENAMETOOLONG, reason)
         for left in root.glob(f"{_DIRECTORY_PREFIX}*"):
             _remove_if_unused(left)
         self.path = Path(tempfile.mkdtemp(prefix=_DIRECTORY_PREFIX, dir=root))

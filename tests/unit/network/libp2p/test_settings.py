@@ -1,7 +1,9 @@
 """What a daemon is told to do."""
 
+import asyncio
 import errno
 import os
+from pathlib import Path
 
 import pytest
 
@@ -26,6 +28,17 @@ def test_an_address_of_a_family_that_the_machine_lacks_is_refused_with_a_way_out
     monkeypatch.setattr(daemon.socket, "socket", refuse)
     with pytest.raises(ResourceError, match=r"cannot listen at /ip6/::/tcp/31337: .*choose another address"):
         daemon.check_ports_free(["/ip6/::/tcp/31337"])
+
+
+def test_a_folder_whose_name_leaves_no_room_for_a_socket_is_refused_with_a_way_out(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    long = tmp_path / ("d" * 70)
+    long.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(long))
+    with pytest.raises(ResourceError, match="set TMPDIR to a shorter path"):
+        asyncio.run(daemon.Daemon.start(Libp2pSettings(), b""))
+    assert list(long.iterdir()) == []
 
 
 def test_direct_connections_are_taken_where_the_daemon_listens_and_others_can_dial() -> None:
