@@ -249,8 +249,9 @@ class TokenRate:
         self._now = now
         if tokens is None:
             return
-        if self._tokens is not None and tokens < self._tokens:
-            self._commits.clear()  # The leading lineage was lost.
+        is_set_back = bool(self._commits) and now < self._commits[-1][0]  # The clock.
+        if is_set_back or (self._tokens is not None and tokens < self._tokens):
+            self._commits.clear()  # Else the leading lineage was lost.
         if tokens > self._tokens if self._tokens is not None else not tokens:
             self._commits.append((now, tokens))  # A first look at a later round may be in its middle.
         self._tokens = tokens

@@ -47,6 +47,14 @@ def test_a_swarm_that_stands_still_comes_to_have_no_speed(tokens: int | None) ->
     assert (observed(rate, 3660, tokens) or 0.0) < 5
 
 
+def test_a_clock_that_is_set_back_makes_no_speed() -> None:
+    rate = TokenRate()
+    for second in range(30):
+        observed(rate, 3600 + second, second * 1000)
+    for second in range(30):
+        assert observed(rate, second, (30 + second) * 1000) in (None, pytest.approx(1000))
+
+
 def test_a_first_look_in_the_middle_of_a_round_is_no_end_of_one() -> None:
     rate = TokenRate()
     assert observed(rate, 9.9, 7000) is None
