@@ -33,7 +33,7 @@ def parse_size(value: Any) -> int:
 def parse_rate(value: Any) -> int:
     """Return the bytes per second of a number, or of text such as ``20Mbit`` or ``2.5MB`` (``/s`` may follow).
 
-    Raises as `parse_size`.
+    A small ``b`` is a bit, as in ``20Mbps``. Raises as `parse_size`.
     """
     return _parse_quantity(value, "a rate such as '20Mbit' or '2.5MB'", bits_allowed=True)
 
@@ -47,7 +47,7 @@ def _parse_quantity(value: Any, wanted: str, *, bits_allowed: bool) -> int:
     if match is None:
         raise ValueError(f"{value!r} is not {wanted}")
     number, prefix, unit = match.groups()
-    is_bits = (unit or "").lower().startswith("bit")
+    is_bits = (unit or "").lower().startswith("bit") or (bits_allowed and unit == "b")  # As in Mbps.
     if is_bits and not bits_allowed:
         raise ValueError(f"{value!r} is in bits; give {wanted}")
     return int(float(number) * _UNITS[(prefix or "").lower()] / (8 if is_bits else 1))
@@ -184,7 +184,7 @@ class StopAfterSection(Section):
     """Rounds that the swarm commits after this peer took on its state."""
     at_round: int = Field(0, ge=0, le=1 << 40)
     """Rounds that the swarm commits in all."""
-    minutes: float = Field(0.0, ge=0, le=1e9, allow_inf_nan=False)
+    minutes: float = Field(0.0, ge=0, le=1e9)
     """Time since training started."""
 
 
@@ -202,11 +202,11 @@ class GuestSection(Section):
 
     schedule: Annotated[str, AfterValidator(_check_schedule)] = ""
     """Hours in which it works, by local time, such as ``22:00-07:00,12:00-13:00``; empty for all hours."""
-    only_when_idle: float = Field(0.0, ge=0, le=100, allow_inf_nan=False)
+    only_when_idle: float = Field(0.0, ge=0, le=100)
     """Pause while other programs take more than so many percent of all cores' time; 0 sets no limit."""
     on_battery: bool = False
     """Work on a battery, too; else this peer pauses until the machine is plugged in."""
-    gpu_celsius: float = Field(0.0, ge=0, le=150, allow_inf_nan=False)
+    gpu_celsius: float = Field(0.0, ge=0, le=150)
     """Pause while the GPU that this peer uses is hotter, until it is 10 degrees cooler; 0 sets no limit. It needs
     nvidia-ml-py (``p2ptrain[gpu]``)."""
 
@@ -258,7 +258,7 @@ class PeerConfig(Section):
     those whose text the swarm may train on."""
     summary: Path | None = None
     """Another path for the summary, besides ``summary.json`` in ``run_dir``."""
-    drain_seconds: float = Field(45.0, ge=3, le=86400, allow_inf_nan=False)
+    drain_seconds: float = Field(45.0, ge=3, le=86400)
     """Deadline from SIGTERM to the end of the process: a third for the round in progress, the rest for saving;
     < ``TimeoutStopSec`` of systemd and ``stop_grace_period`` of compose."""
     network: NetworkSection = NetworkSection()

@@ -148,7 +148,8 @@ def check_daemon(path: Path | None) -> Check:
         started = time.monotonic()
         error = _start_daemon(path, arguments)
     if error is not None:
-        return Check("daemon", False, error, f"{fix}; check that {tempfile.gettempdir()} can be written to")
+        fix += f"; check that {tempfile.gettempdir()} can be written to, and is not a long path"
+        return Check("daemon", False, error, fix)
     return Check("daemon", True, f"p2pd starts in {time.monotonic() - started:.2f} s", "")
 
 
@@ -231,9 +232,9 @@ def check_disk(folder: Path) -> Check:
 
 
 def check_memory() -> Check:
-    import psutil
+    from p2ptrain.pipeline.measure import available_memory
 
-    free = psutil.virtual_memory().available
+    free = available_memory()
     detail = f"{human_bytes(free)} available"
     fix = "close other programs; a trainer takes 0.5 GB and 32 bytes per parameter"
     return Check("memory", free >= _GOOD_MEMORY_BYTES, detail, fix, required=free < _MIN_MEMORY_BYTES)

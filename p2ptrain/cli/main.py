@@ -72,7 +72,7 @@ EXIT_CODES = """exit codes:
 
 INTERRUPTED = 130
 _WRONG_PATH = (
-    errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG,
+    errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG,
 )  # fmt: skip
 
 
@@ -197,6 +197,8 @@ def _explain_os_error(error: OSError) -> P2PTrainError | None:
         return ResourceError(f"{what}: raise the limit of open files (ulimit -n 4096)")
     if error.errno == errno.ENOMEM:
         return ResourceError(f"{what}: close other programs, or choose a smaller model")
+    if error.errno == errno.EEXIST:
+        return ConfigError(f"{what}: choose another path")
     if error.errno in _WRONG_PATH:
         return ConfigError(f"{what}: choose a path that exists and that you may write to")
     return None

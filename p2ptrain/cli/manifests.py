@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from p2ptrain.config import put, read_toml
 from p2ptrain.disk import replace_file
-from p2ptrain.errors import IncompatibleError, ManifestError, UsageError
+from p2ptrain.errors import IncompatibleError, IntegrityError, ManifestError, UsageError
 from p2ptrain.manifest import (
     INVITE_FILE,
     ISSUER_FILE,
@@ -24,6 +24,7 @@ from p2ptrain.manifest import (
 )
 from p2ptrain.network.admission import Admission, Revocations, entrance
 from p2ptrain.network.identity import IDENTITY_FILE, Identity
+from p2ptrain.network.schema import from_bytes
 
 if TYPE_CHECKING:
     from p2ptrain.signing import Signer
@@ -124,10 +125,21 @@ def sign_manifest(manifest: Manifest, organizer: Signer, path: Path, seed_dir: P
 
 
 def read_revocations(manifest: Manifest, path: Path) -> Revocations:
-    """Return the organizer's newest list; an empty one without a file, or if the file is of another swarm."""
+    """Return the organizer's newest list; an empty one without a file, or if the file is of another swarm.
+
+    Raises `IntegrityError` if the file is damaged: a new list in its place would let everybody in again.
+    """
     admission = Admission(manifest, time.time)
-    with contextlib.suppress(OSError):
-        admission.learn(path.read_bytes())
+    if path.exists():
+        data = path.read_bytes()
+        try:
+            from_bytes(Revocations, data)
+        except IntegrityError as error:
+            raise IntegrityError(
+                f"{path}, the list of revocations and bans, is damaged: restore it, such as from another seed, or"
+                " delete it to begin with an empty one"
+            ) from error
+        admission.learn(data)
     return admission.revocations
 
 

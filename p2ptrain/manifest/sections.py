@@ -29,7 +29,10 @@ class Section(BaseModel):
         needs: The conditions of keys that are not always used, by key.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", validate_default=True, use_attribute_docstrings=True,
+        allow_inf_nan=False,  # Neither comes through the wire format of a manifest.
+    )  # fmt: skip
     needs: ClassVar[dict[str, Need]] = {}
 
     @property

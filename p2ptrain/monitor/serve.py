@@ -53,7 +53,7 @@ async def serve(
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     async with contextlib.AsyncExitStack() as stack:
-        listener = stack.enter_context(listen(host, port, "--port"))
+        listener = stack.enter_context(listen(host, port, "--host or --port"))
         observer = await stack.enter_async_context(observing(link))
         signed, now = observer.peer.signed, observer.peer.runtime.now
         records = await observer.peers() if what_is_missing(signed.manifest) else []

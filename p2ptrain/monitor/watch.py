@@ -59,6 +59,8 @@ class AlertBook:
     def update(self, alerts: Sequence[Alert], now: float) -> list[Event]:
         """Take in the current alerts; return an event for each alert that begins or ends."""
         events = []
+        for lasting in self._lasting.values():  # The clock may have been set back.
+            lasting.since, lasting.last = min(lasting.since, now), min(lasting.last, now)
         current = {(alert.rule, alert.subject) for alert in alerts}
         for alert in alerts:
             key = (alert.rule, alert.subject)
@@ -177,9 +179,11 @@ class Watch:
 
     async def _remember(self, snapshot: Snapshot, events: Sequence[Event], now: float) -> None:
         await self._store.add_events(events)
-        if now < self._next_point:
+        late = now - self._next_point
+        if -POINT_SECONDS <= late < 0:
             return
-        seconds = min(now - self._next_point + POINT_SECONDS, 2 * POINT_SECONDS) if self._next_point else 0.0
+        # None passed before the first point, and if the clock was set back.
+        seconds = min(late + POINT_SECONDS, 2 * POINT_SECONDS) if self._next_point and late >= 0 else 0.0
         self._next_point = now + POINT_SECONDS
         serving = snapshot.serving
         served = self._tracker.serving.take_point(now, serving.sessions if serving.peers else None)

@@ -48,9 +48,11 @@ class Webhook:
                     await asyncio.sleep(PAUSE_SECONDS)
                 try:
                     async with client.stream("POST", self._url, content=body) as answer:  # Nobody reads its body.
-                        if answer.is_success:
+                        is_posted = answer.request.method == "POST"  # A redirect by 301 to 303 asks without the body.
+                        if answer.is_success and is_posted:
                             return
                         trouble = f"{answer.status_code} {answer.reason_phrase}"
+                        trouble = trouble if is_posted else "it has moved: start the monitor with its new address"
                 except (httpx.HTTPError, httpx.InvalidURL) as error:
                     trouble = repr(error)
                 logger.warning("the webhook did not take an alert: %s", trouble)

@@ -7,6 +7,7 @@ Source: https://github.com/libp2p/specs/blob/master/peer-ids/peer-ids.md
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import hashlib
@@ -67,7 +68,7 @@ class Identity(Signer):
                 _write_key(path)
             return cls(_read_key(path), str(path), lock_file)
         except BaseException:
-            os.close(lock_file)
+            _unlock(lock_file, path)
             raise
 
     @classmethod
@@ -106,6 +107,12 @@ class Identity(Signer):
         """Release the lock on the key file; idempotent."""
         _open_identities.discard(self)
         if self._lock_file is not None:
+            _unlock(self._lock_file, Path(self.where))
+            self._lock_file = None
+
+    def close_inherited(self) -> None:
+        """Close a forked child's copy of the lock, which the parent keeps."""
+        if self._lock_file is not None:
             os.close(self._lock_file)
             self._lock_file = None
 
@@ -122,8 +129,9 @@ _open_identities: set[Identity] = set()
 
 def _after_fork() -> None:
     # A forked worker shares the lock's file description and would hold the lock after its parent has died.
-    for identity in list(_open_identities):
-        identity.close()
+    for identity in _open_identities:
+        identity.close_inherited()
+    _open_identities.clear()
 
 
 os.register_at_fork(after_in_child=_after_fork)
@@ -199,21 +207,44 @@ def _parse_protobuf_key(raw: bytes) -> tuple[int, bytes]:
 
 def _lock(path: Path) -> int:
     """Lock the file beside ``path``; return its descriptor, which holds the lock while it is open."""
-    lock_path = path.with_name(path.name + ".lock")
-    file = os.open(lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        holder = os.pread(file, 32, 0).decode(errors="replace").strip() or "?"
-        os.close(file)
-        if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-            raise
-        raise IdentityError(
-            f"identity {path} is in use by process {holder}: stop it, or give this peer another identity file"
-        ) from error
+    while True:
+        file = os.open(_lock_path(path), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            holder = os.pread(file, 32, 0).decode(errors="replace").strip() or "?"
+            os.close(file)
+            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                raise
+            raise IdentityError(
+                f"identity {path} is in use by process {holder}: stop it, or give this peer another identity file"
+            ) from error
+        if _is_lock_of(file, path):
+            break
+        os.close(file)  # Its holder removed it after this process had opened it.
     os.ftruncate(file, 0)
     os.pwrite(file, f"{os.getpid()}\n".encode(), 0)
     return file
+
+
+def _unlock(file: int, path: Path) -> None:
+    """Remove the lock file, while it is locked, and close it; a killed process leaves it."""
+    with contextlib.suppress(OSError):
+        if _is_lock_of(file, path):
+            _lock_path(path).unlink()
+    os.close(file)
+
+
+def _is_lock_of(file: int, path: Path) -> bool:
+    """True if an open lock file is still the one beside ``path``."""
+    try:
+        return os.path.samestat(os.fstat(file), _lock_path(path).stat())
+    except FileNotFoundError:
+        return False
+
+
+def _lock_path(path: Path) -> Path:
+    return path.with_name(path.name + ".lock")
 
 
 def _write_key(path: Path) -> None:

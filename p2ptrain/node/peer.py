@@ -117,6 +117,7 @@ class Peer:
         self.presence.exchange.contacts.update(contacts)
         self.record.parts.append(self.entry.describe)
         self._is_present = True
+        self._tasks.keep(network.follow_clocks, "clock")
         if self.options.role == "client":
             await self.presence.refresh()
             return
@@ -126,7 +127,6 @@ class Peer:
         self._tasks.keep(lambda: self.entry.follow_revocations(self.presence.changed), "revocations")
         self._tasks.keep(lambda: self.entry.keep_pass(self.presence.changed), "pass")
         self._tasks.keep(lambda: network.reach.watch(self.presence.changed, network.lose), "reach")
-        self._tasks.keep(network.follow_clocks, "clock")
         self._tasks.keep(network.keep_remembering, "remember-peers")
 
     @property

@@ -14,7 +14,7 @@ from p2ptrain.network.libp2p.transport import Libp2pSettings, Libp2pTransport
 from p2ptrain.network.link import MAX_ADDRESSES, SwarmLink
 from p2ptrain.network.rpc.endpoint import Rpc
 from p2ptrain.network.transport import Transport
-from p2ptrain.node.nat.contacts import MAX_KNOWN_ADDRESSES, dialable, known_addresses, remember_addresses
+from p2ptrain.node.nat.contacts import MAX_KNOWN_ADDRESSES, KnownPeers, dialable
 from p2ptrain.node.nat.reach import FixedReach, Reach
 from p2ptrain.node.options import PeerOptions, Starters
 from p2ptrain.runtime import Runtime
@@ -61,6 +61,7 @@ class PeerNetwork:
         self._starters = starters
         self._directory_name = LIBP2P
         self._bootstrap: tuple[str, ...] = ()
+        self._known_peers = KnownPeers(options.run_dir)
         self._stack = AsyncExitStack()
         self.close = self._stack.aclose
 
@@ -83,8 +84,8 @@ class PeerNetwork:
     async def connect(self, swarm: bytes, link: SwarmLink | None) -> tuple[str, ...]:
         """Start the transport and RPC; return the addresses of the peers that link, role file and earlier runs name."""
         options = self._options
-        met = known_addresses(options.run_dir) if options.run_dir is not None else []
-        known = [*(link.addresses if link is not None else ()), *options.network.bootstrap, *met]
+        named = link.addresses if link is not None else ()
+        known = [*named, *options.network.bootstrap, *self._known_peers.addresses()]
         own = f"/p2p/{self._identity.peer_id}"
         self._bootstrap = tuple(dict.fromkeys(a for a in known if not a.endswith(own)))[:MAX_KNOWN_ADDRESSES]
         self._directory_name = options.network.directory or (link.directory if link is not None else "") or LIBP2P
@@ -171,5 +172,4 @@ class PeerNetwork:
 
     async def remember_peers(self) -> None:
         """Save addresses of the present peers for the next start."""
-        if self._options.run_dir is not None:
-            await asyncio.to_thread(remember_addresses, self._options.run_dir, self._membership.records())
+        await asyncio.to_thread(self._known_peers.remember, self._membership.records())

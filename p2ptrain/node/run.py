@@ -15,6 +15,7 @@ from p2ptrain.node.guest.visit import visiting
 from p2ptrain.node.options import peer_options
 from p2ptrain.node.peer import Peer
 from p2ptrain.node.process import StopSignals, notify
+from p2ptrain.node.reports import summary
 from p2ptrain.node.roles import take_role
 from p2ptrain.runtime import be_nice, real_runtime
 
@@ -47,6 +48,7 @@ async def run_peer(
     link = SwarmLink.parse(config.link) if config.link else None
     with contextlib.ExitStack() as stack:
         identity = stack.enter_context(contextlib.closing(Identity.create_or_load(run_dir / IDENTITY_FILE)))
+        (run_dir / summary.SUMMARY_FILE).unlink(missing_ok=True)  # Of an earlier run; a killed peer leaves none.
         signed = signed_manifest or _read_manifest(config, link, identity)
         if link is None and signed is None:
             raise ConfigError(
@@ -82,9 +84,9 @@ async def serve_and_close(
             on_start(peer)
         async with contextlib.AsyncExitStack() as stack:
             if config.metrics.port:
-                from p2ptrain.node.reports.metrics_page import serve_metrics
+                from p2ptrain.node.reports import metrics_page
 
-                await stack.enter_async_context(serve_metrics(peer, config.metrics.port))
+                await stack.enter_async_context(metrics_page.serve_metrics(peer, config.metrics.port))
             if on_ready is not None:
                 on_ready(str(peer.network.link))
             notify("READY=1")

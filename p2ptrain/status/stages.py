@@ -73,11 +73,9 @@ def stage_views(spans: Sequence[tuple[int, int]], peers: Sequence[PeerView]) -> 
 
     ``spans`` has, by stage, its first block and the one after its last.
     """
-    hosting = [peer for peer in peers if peer.record.state in HOSTING]
-    hosts = [
-        [peer for peer in hosting if (holds(peer, span) if span[0] < span[1] else hosts_stage(peer, number))]
-        for number, span in enumerate(spans)
-    ]
+    hosts = [_hosts(peers, HOSTING, number, span) for number, span in enumerate(spans)]
+    if len(spans) == 1 and hosts[0]:  # A replica at rest follows the rounds; the host of a stage at rest does no work.
+        hosts = [_hosts(peers, (*HOSTING, "resting"), 0, spans[0])]
     speeds = [sum(_speed(peer, number) for peer in of_stage) for number, of_stage in enumerate(hosts)]
     loads = _loads([bool(of_stage) for of_stage in hosts], speeds)
     return [
@@ -95,6 +93,14 @@ def stage_views(spans: Sequence[tuple[int, int]], peers: Sequence[PeerView]) -> 
             risk=_risk(number, len(spans), of_stage),
         )
         for number, (span, of_stage, speed, load) in enumerate(zip(spans, hosts, speeds, loads, strict=True))
+    ]
+
+
+def _hosts(peers: Sequence[PeerView], states: Sequence[str], number: int, span: tuple[int, int]) -> list[PeerView]:
+    return [
+        peer
+        for peer in peers
+        if peer.record.state in states and (holds(peer, span) if span[0] < span[1] else hosts_stage(peer, number))
     ]
 
 

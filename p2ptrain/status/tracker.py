@@ -96,8 +96,8 @@ class SwarmTracker:
         self._rates = {peer: rates for peer, rates in self._rates.items() if peer in self._sightings}
         self._rounds.forget_peers(self._sightings)
         self.serving.learn(look.sightings, now)
-        if len(medians) >= self._num_stages:  # A token counts once all stages have counted it.
-            self._tokens.update(now, min(tokens for _, tokens in medians.values()))
+        is_whole = len(medians) >= self._num_stages  # A token counts once all stages have counted it.
+        self._tokens.update(now, min(tokens for _, tokens in medians.values()) if is_whole else None)
         self._follow_heads([each for each in self.trainers if each.state == "training"], now)
         self._sites.learn(self.trainers)
         losses = [each.loss for each in self.trainers if each.loss is not None and each.state == "training"]
@@ -236,17 +236,22 @@ class TokenRate:
     """Tokens per second in committed rounds; each peer's tokens count once.
 
     The rate covers a whole number of rounds: at least one, and about `RATE_SECONDS` if rounds are shorter. So it
-    neither jumps nor drops to 0 between rounds.
+    neither jumps nor drops to 0 between rounds. It falls once no round ended for longer than that.
     """
 
     def __init__(self) -> None:
         self._commits: deque[tuple[float, int]] = deque()
         self._tokens: int | None = None
+        self._now = 0.0
 
-    def update(self, now: float, tokens: int) -> None:
-        """Record the total of the swarm's committed tokens at time ``now``, in seconds of any clock."""
-        if self._tokens is not None and tokens < self._tokens:
-            self._commits.clear()  # The leading lineage was lost.
+    def update(self, now: float, tokens: int | None) -> None:
+        """Record the swarm's committed tokens, None if unknown, at time ``now``, in seconds of any clock."""
+        self._now = now
+        if tokens is None:
+            return
+        is_set_back = bool(self._commits) and now < self._commits[-1][0]  # The clock.
+        if is_set_back or (self._tokens is not None and tokens < self._tokens):
+            self._commits.clear()  # Else the leading lineage was lost.
         if tokens > self._tokens if self._tokens is not None else not tokens:
             self._commits.append((now, tokens))  # A first look at a later round may be in its middle.
         self._tokens = tokens
@@ -259,7 +264,7 @@ class TokenRate:
         if len(self._commits) < 2:
             return None
         (first, before), (last, after) = self._commits[0], self._commits[-1]
-        return (after - before) / max(last - first, 1e-9)
+        return (after - before) / max(last - first, self._now - last, 1e-9)
 
 
 def median_positions(records: Sequence[PeerRecord], num_stages: int) -> Heads:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from p2ptrain.network.link import SwarmLink
-from p2ptrain.node.nat.contacts import known_addresses
+from p2ptrain.node.nat.contacts import KnownPeers
 from p2ptrain.training.state.digest import CHUNK_BYTES
 from tests.support.processes.daemons import port_of, refusing, wait_until
 from tests.support.processes.files import checkpoints, round_of
@@ -27,7 +27,7 @@ def contributed_within(worker: Worker, num_rounds: int) -> bool:
 
 def knows(worker: Worker, peer: str) -> bool:
     """Whether this worker would ask that peer if it began again after a crash."""
-    return any(address.endswith(peer) for address in known_addresses(worker.run_dir))
+    return any(address.endswith(peer) for address in KnownPeers(worker.run_dir).addresses())
 
 
 def bring_to_rest(*sources: Worker) -> tuple[int, set[str]]:

@@ -18,7 +18,15 @@ def write(folder: Path, text: str) -> Path:
 
 def test_sizes_are_bytes_and_rates_bytes_per_second() -> None:
     sizes = {"4GB": 4_000_000_000, "512MiB": 512 << 20, "1.5k": 1500, "7": 7, 12: 12, "1 gib": 1 << 30}
-    rates = {"20Mbit": 2_500_000, "8bit/s": 1, "2.5MB": 2_500_000, "1Gbit/s": 125_000_000}
+    rates = {
+        "20Mbit": 2_500_000,
+        "8bit/s": 1,
+        "2.5MB": 2_500_000,
+        "1Gbit/s": 125_000_000,
+        "20 Mbps": 2_500_000,
+        "8kb/s": 1000,
+        "2 MB/s": 2_000_000,
+    }
     assert {text: parse_size(text) for text in sizes} == sizes
     assert {text: parse_rate(text) for text in rates} == rates
 

@@ -44,6 +44,8 @@ SPAWN_PAUSE_SECONDS = 0.01
 _spawning = threading.Lock()
 START_ATTEMPTS = 3
 KEY_SOURCE = "/proc/self/fd/0"
+MAX_ROOT_BYTES = 68
+"""Length of the folder for temporary files; the path of a socket in it has at most 107 bytes."""
 
 
 class SocketDirectory:
@@ -54,6 +56,9 @@ class SocketDirectory:
 
     def __init__(self) -> None:
         root = Path(tempfile.gettempdir())
+        if len(os.fsencode(root)) > MAX_ROOT_BYTES:
+            reason = f"{root} is longer than {MAX_ROOT_BYTES} bytes: set TMPDIR to a shorter path"
+            raise OSError(errno.ENAMETOOLONG, reason)
         for left in root.glob(f"{_DIRECTORY_PREFIX}*"):
             _remove_if_unused(left)
         self.path = Path(tempfile.mkdtemp(prefix=_DIRECTORY_PREFIX, dir=root))
@@ -350,15 +355,15 @@ def check_ports_free(listen: Sequence[str]) -> None:
             continue
         family = socket.AF_INET if found[1] == "4" else socket.AF_INET6
         kind = socket.SOCK_STREAM if found[3] == "tcp" else socket.SOCK_DGRAM
-        with socket.socket(family, kind) as probe:
-            if found[3] == "tcp":
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
+        try:
+            with socket.socket(family, kind) as probe:
+                if found[3] == "tcp":
+                    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 probe.bind((found[2], int(found[4])))
-            except OSError as error:
-                if error.errno == errno.EADDRINUSE:
-                    raise ResourceError(_port_taken(found[4])) from error
-                raise ResourceError(f"cannot listen at {address}: {error.strerror}; choose another address") from error
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise ResourceError(_port_taken(found[4])) from error
+            raise ResourceError(f"cannot listen at {address}: {error.strerror}; choose another address") from error
 
 
 def _port_taken(port: str) -> str:

@@ -13,6 +13,7 @@ relay, and would keep doing so. Only the private peer can change that; it redial
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -20,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from p2ptrain.averaging.grouping.membership import Membership
-from p2ptrain.disk import replace_file
+from p2ptrain.disk import WriteLog, replace_file
 from p2ptrain.errors import P2PTrainError
 from p2ptrain.network.libp2p.transport import Libp2pTransport
 from p2ptrain.network.link import check_peer_address
@@ -132,33 +133,41 @@ class Contacts:
 
 def dialable(record: PeerRecord) -> list[str]:
     """Return the addresses of another peer's record that this peer may dial: well-formed ones, without loopback."""
-    found = []
-    for address in record.addresses:
+    return [address for address in record.addresses if is_well_formed(address) and scope(address) is not Scope.LOOPBACK]
+
+
+def is_well_formed(address: str) -> bool:
+    try:
+        check_peer_address(address)
+    except P2PTrainError:
+        return False
+    return True
+
+
+class KnownPeers:
+    """Addresses of peers, kept in a run directory: with them a peer joins while the swarm's bootstrap is down.
+
+    Malformed ones are left out: other peers' records may hold any text, and a crash may damage the file.
+    """
+
+    def __init__(self, run_dir: Path | None) -> None:
+        """``run_dir`` is None to keep nothing."""
+        self._path = run_dir / KNOWN_FILE if run_dir is not None else None
+        self._log = WriteLog("addresses of peers", self._path)
+
+    def addresses(self) -> list[str]:
+        """Return the addresses from earlier runs."""
         try:
-            check_peer_address(address)
-        except P2PTrainError:
-            continue
-        if scope(address) is not Scope.LOOPBACK:
-            found.append(address)
-    return found
+            values = json.loads(self._path.read_text()) if self._path is not None else []
+        except (OSError, ValueError):
+            return []
+        known = values if isinstance(values, list) else []
+        return [value for value in known if isinstance(value, str) and is_well_formed(value)][:MAX_KNOWN_ADDRESSES]
 
-
-def known_addresses(run_dir: Path) -> list[str]:
-    """Return peer addresses from earlier runs, with which a peer can join while the swarm's bootstrap is down."""
-    try:
-        values = json.loads((run_dir / KNOWN_FILE).read_text())
-    except (OSError, ValueError):
-        return []
-    return [value for value in values if isinstance(value, str)][:MAX_KNOWN_ADDRESSES]
-
-
-def remember_addresses(run_dir: Path, records: Iterable[PeerRecord]) -> None:
-    """Save up to two addresses of each peer for the next start, if they changed; without any, keep the old file."""
-    addresses = [address for record in records for address in record.addresses[:2]][:MAX_KNOWN_ADDRESSES]
-    if not addresses or addresses == known_addresses(run_dir):
-        return
-    path = run_dir / KNOWN_FILE
-    try:
-        replace_file(path, json.dumps(addresses).encode())
-    except OSError as error:
-        logger.warning("cannot remember peers in %s: %s", path, error)
+    def remember(self, records: Iterable[PeerRecord]) -> None:
+        """Save up to two addresses of each peer for the next start, if they changed; without any, keep the old file."""
+        told = [address for record in records for address in record.addresses[:2]][:MAX_KNOWN_ADDRESSES]
+        addresses = list(filter(is_well_formed, told))
+        if self._path is not None and addresses and addresses != self.addresses():
+            with contextlib.suppress(OSError), self._log.writing():
+                replace_file(self._path, json.dumps(addresses).encode())

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import contextlib
 import hashlib
 import json
 import os
@@ -138,15 +139,25 @@ class Chain:
         proof = base64.b64encode(self._signer.sign(_CONTEXT + _canonical(entry))).decode()
         line = _canonical({"entry": entry, "proof": proof})
         try:
-            with self.path.open("ab") as file:
-                file.write(line + b"\n")
-                file.flush()
-                os.fsync(file.fileno())
+            self._write(line + b"\n")
             self.head = hashlib.sha256(line).hexdigest()
             self.size += 1
             replace_file(_head_file(self.path), f"{self.head}\n".encode(), synced=True)
         except OSError as error:
             raise ResourceError(f"{self.path}: {error.strerror}; nothing leaves without an entry there") from error
+
+    def _write(self, line: bytes) -> None:
+        """Append a line to the file; an `OSError` leaves the file as it was, so that the next line is whole."""
+        size = self.path.stat().st_size if self.path.exists() else 0
+        try:
+            with self.path.open("ab") as file:
+                file.write(line)
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.truncate(self.path, size)
+            raise
 
 
 def _head_file(path: Path) -> Path:

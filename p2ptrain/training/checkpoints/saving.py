@@ -33,6 +33,8 @@ LAYOUT = "layout"
 """Key of the description of the model's tensors, by which a checkpoint is exported without the model's code."""
 OPTIMIZER = "optimizer"
 """Prefix of the names of the inner optimizer's tensors."""
+RETRY_SECONDS = 60.0
+"""Time after a save that failed, such as on a full disk, in which none is due."""
 
 
 class Saver:
@@ -49,6 +51,7 @@ class Saver:
         self._swarm = swarm
         self._saved_round = optimizer.round
         self._saved_at = time.monotonic()
+        self._retry_at = 0.0
         self._writer: ThreadPoolExecutor | None = None
         self._writing: Future[Path] | None = None
         self._disk = threading.Lock()
@@ -96,7 +99,8 @@ class Saver:
     def is_due(self) -> bool:
         every, minutes = self._policy.every_rounds, self._policy.every_minutes
         rounds_due = every and self._synchronizer.head.round - self._saved_round >= every
-        return bool(rounds_due or (minutes and time.monotonic() - self._saved_at >= 60 * minutes))
+        is_due = rounds_due or (minutes and time.monotonic() - self._saved_at >= 60 * minutes)
+        return bool(is_due) and time.monotonic() >= self._retry_at
 
     def save(self) -> Path:
         """Write a checkpoint now; return its folder.
@@ -106,6 +110,7 @@ class Saver:
             CheckpointError: The shared state in memory is damaged, or the inner optimizer's state cannot be written.
         """
         self.wait()
+        self._retry_at = time.monotonic() + RETRY_SECONDS
         local, extra = self._own()
         path = self._write(self._synchronizer.head, self._synchronizer.state.tensors(), local, extra)
         self._mark()
@@ -170,6 +175,7 @@ class Saver:
 
     def _mark(self) -> None:
         self._saved_round, self._saved_at = self._synchronizer.head.round, time.monotonic()
+        self._retry_at = 0.0
 
     def _own(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """Return the peer's own tensors, most of them live memory, and its plain values."""

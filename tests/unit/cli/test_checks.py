@@ -99,6 +99,12 @@ def test_a_port_in_use_is_found_and_another_one_named() -> None:
     assert "daemon's" in checks.check_ports(port, port)[2].detail
 
 
+def test_the_memory_is_that_of_the_container(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("p2ptrain.pipeline.measure._left_in_container", lambda folder: [10_000_000])
+    check = checks.check_memory()
+    assert (check.passed, check.required, check.detail) == (False, True, "10.0 MB available")
+
+
 def test_an_absurd_clock_fails() -> None:
     check = checks.check_clock(0.0)
     assert not check.passed

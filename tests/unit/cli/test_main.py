@@ -65,7 +65,7 @@ def test_every_command_documents_itself_its_log_options_and_the_exit_codes(name:
         (["up", "--peers", "0"], 2, "--peers"),
         (["up", "--minutes", "-1"], 2, "--minutes"),
         (["up", "--set", "training.every"], 2, "KEY=VALUE"),
-        (["up", "--summary", "/dev/null/summary.json"], 3, "choose a path"),
+        (["up", "--summary", "/dev/null/summary.json"], 3, "choose another path"),
         (["up", "--run-dir", "README.md"], 3, "README.md: File exists"),
         (["up", "--summary", "tests"], 2, "--summary tests"),
         (["up", "--data", "/no/such/path"], 2, "--data"),
@@ -120,6 +120,11 @@ def test_the_systems_errors_get_a_remedy(number: int, kind: type[P2PTrainError] 
     assert (type(explained) if explained is not None else None) is kind
     if explained is not None:
         assert "where" in str(explained)
+
+
+def test_who_names_a_file_for_a_folder_is_not_told_to_choose_one_that_exists() -> None:
+    explained = cli.explain_error(FileExistsError(errno.EEXIST, "File exists", "model"))
+    assert str(explained) == "model: File exists: choose another path"
 
 
 def test_an_exception_group_is_explained_only_if_every_part_is() -> None:

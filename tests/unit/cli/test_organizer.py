@@ -1,7 +1,10 @@
 """The organizer's files: what `seed` signs, and what `invite`, `revoke` and `ban` find and write."""
 
 import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -9,12 +12,14 @@ from p2ptrain.cli.commands.admission.invite import seconds
 from p2ptrain.cli.commands.admission.organizer import change, mark_of
 from p2ptrain.cli.main import main
 from p2ptrain.cli.manifests import KEY_FILE, read_revocations, sign_manifest
-from p2ptrain.errors import UsageError
+from p2ptrain.errors import IntegrityError, UsageError
 from p2ptrain.manifest import INVITE_FILE, REVOCATIONS_FILE, SIGNED_FILE, AdmissionSpec, Manifest
 from p2ptrain.network.admission import Invite, mark
 from p2ptrain.network.identity import IDENTITY_FILE, Identity
 from p2ptrain.network.link import SwarmLink
+from p2ptrain.network.records.record import PeerRecord
 from p2ptrain.network.schema import from_bytes
+from tests.support.records import record_of
 
 
 def sign(folder: Path, manifest: Manifest) -> Manifest:
@@ -61,6 +66,24 @@ def test_revoking_the_seeds_invite_gives_its_next_start_another_one(
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.parametrize("kept", [0, 20])
+def test_a_damaged_list_of_bans_is_not_replaced_by_one_without_them(
+    kept: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    link = standing_link(tmp_path, sign(tmp_path, Manifest()))
+    peer = link.addresses[0].rpartition("/p2p/")[2]
+    assert main(["ban", str(tmp_path), peer]) == 0
+    path = tmp_path / REVOCATIONS_FILE
+    damaged = path.read_bytes()[:kept]
+    path.write_bytes(damaged)
+    for command in (["ban", str(tmp_path), peer], ["invite", str(tmp_path), "--link", str(link)]):
+        assert main(command) == 8
+        assert "restore it" in capsys.readouterr().err
+    with pytest.raises(IntegrityError):
+        sign(tmp_path, Manifest())
+    assert path.read_bytes() == damaged
+
+
 def test_an_invite_is_another_each_time_and_a_pass_is_for_the_peer_that_it_names(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -78,6 +101,28 @@ def test_an_invite_is_another_each_time_and_a_pass_is_for_the_peer_that_it_names
     assert main([*command, "--peer", "Qm"]) == 2
     assert main(["invite", str(tmp_path)]) == 3
     assert "link.txt is not there: start 'p2ptrain seed" in capsys.readouterr().err
+
+
+def test_a_peer_that_makes_up_its_start_does_not_end_the_list_of_members(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    link = standing_link(tmp_path, sign(tmp_path, Manifest()))
+    liar, stranger = record_of("liar", started_at=1e18), record_of("stranger", started_at=1e18)
+
+    async def peers() -> list[PeerRecord]:
+        return [liar]
+
+    @asynccontextmanager
+    async def observing(link: SwarmLink) -> AsyncIterator[SimpleNamespace]:
+        book = SimpleNamespace(strangers={"stranger": (stranger, "no pass")})
+        admission = SimpleNamespace(way_in=lambda peer: "puzzle")
+        yield SimpleNamespace(
+            peers=peers, peer=SimpleNamespace(admission=admission, presence=SimpleNamespace(book=book))
+        )
+
+    monkeypatch.setattr("p2ptrain.node.observe.observing", observing)
+    assert main(["members", str(link)]) == 0
+    assert "not admitted: no pass" in capsys.readouterr().out
 
 
 def test_what_names_no_invite_no_peer_and_no_time_is_refused() -> None:

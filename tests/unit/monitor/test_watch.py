@@ -240,6 +240,22 @@ async def test_who_wants_to_know_is_told_of_alerts_that_begin_and_end() -> None:
         assert [kind for kind, _ in await swarm.kinds()] == ["alert", "joined", "cleared"]
 
 
+@on_loop
+async def test_a_clock_that_is_set_back_leaves_no_hole_in_history_and_alerts() -> None:
+    async with watched(ADA, bootstraps=["gone"]) as swarm:
+        await swarm.look(seconds=3600.0)
+        await swarm.look(seconds=-3600.0)
+        began = swarm.source.time
+        for _ in range(2):
+            await swarm.look(seconds=POINT_SECONDS)
+        series = await swarm.store.series("hour", ["peers"], began)
+        assert len([at for at in series["at"] if at < began + 60.0]) == 3
+        assert ("alert", "gone") in await swarm.kinds()
+        contribution = await swarm.store.contribution("a")
+    assert contribution is not None
+    assert contribution.seconds == 2 * POINT_SECONDS
+
+
 @on_loop_within(watched, *after(9, LINEAGE))
 async def test_points_rounds_and_contributions_are_kept_every_few_seconds(swarm: Watched) -> None:
     for _ in range(6):

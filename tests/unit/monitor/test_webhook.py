@@ -53,6 +53,12 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(answer)
             return
         self.send_response(answer)
+        self.send_header("Location", "/moved")
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def do_GET(self) -> None:
+        self.send_response(200)
         self.send_header("Content-Length", "0")
         self.end_headers()
 
@@ -92,6 +98,15 @@ def test_a_server_that_fails_is_asked_again_so_many_times(
     assert len(server.posted) == min(times + 1, ATTEMPTS)
     assert caplog.text.count("did not take an alert") == min(times, ATTEMPTS)
     assert server.url not in caplog.text, "it may hold a secret"
+
+
+@pytest.mark.parametrize(("answer", "is_taken"), [(301, False), (302, False), (303, False), (307, True), (308, True)])
+def test_a_server_that_moved_has_taken_an_alert_if_the_redirect_kept_it(
+    server: Server, caplog: pytest.LogCaptureFixture, answer: int, is_taken: bool
+) -> None:
+    server.answers = [answer] if is_taken else [answer] * ATTEMPTS
+    asyncio.run(Webhook(server.url, "tiny").send([BEGAN]))
+    assert caplog.text.count("it has moved: start the monitor with its new address") == (0 if is_taken else ATTEMPTS)
 
 
 def test_a_server_that_is_not_there_is_only_logged(

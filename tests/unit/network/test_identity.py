@@ -62,6 +62,27 @@ def test_second_user_in_this_process_is_refused(path: Path) -> None:
     Identity.create_or_load(path).close()
 
 
+def test_nothing_but_the_key_stays_after_the_end(path: Path) -> None:
+    Identity.create_or_load(path).close()
+    assert list(path.parent.iterdir()) == [path]
+    path.write_bytes(b"damaged")
+    with pytest.raises(IdentityError):
+        Identity.create_or_load(path)
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_a_lock_that_its_holder_removes_meanwhile_is_taken_anew(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    holder, flock = Identity.create_or_load(path), module.fcntl.flock
+
+    def flock_after_the_holder(file: int, operation: int) -> None:
+        holder.close()
+        flock(file, operation)
+
+    monkeypatch.setattr(module.fcntl, "flock", flock_after_the_holder)
+    with Identity.create_or_load(path), pytest.raises(IdentityError, match="in use"):
+        Identity.create_or_load(path)
+
+
 def test_forked_child_does_not_keep_the_identity_in_use(path: Path) -> None:
     identity = Identity.create_or_load(path)
     go_on, release = os.pipe()
@@ -161,4 +182,4 @@ def test_a_full_disk_and_a_wrong_path_are_told_from_an_unusable_key(
     with pytest.raises(kind, match=os.strerror(number)) as raised:
         Identity.create_or_load(path)
     assert raised.value.exit_code == code
-    assert [each.name for each in path.parent.iterdir() if each.suffix != ".lock"] == []
+    assert list(path.parent.iterdir()) == []

@@ -12,6 +12,7 @@ from p2ptrain.manifest import ISSUER_FILE, SIGNED_FILE, Manifest, SignedManifest
 from p2ptrain.network.identity import Identity
 from p2ptrain.network.link import SwarmLink
 from p2ptrain.node.options import peer_options
+from p2ptrain.node.reports.summary import SUMMARY_FILE
 from p2ptrain.node.run import run_peer
 
 SEED = "/ip4/192.0.2.1/tcp/31337/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
@@ -32,6 +33,14 @@ def test_a_seed_does_not_start_with_half_of_the_key_for_passes(tmp_path: Path) -
     config = PeerConfig.model_validate({"role": "bootstrap", "manifest": tmp_path / SIGNED_FILE})
     with pytest.raises(ConfigError, match="copy it again"):
         peer_options(config, "Qm")
+
+
+def test_the_summary_of_an_earlier_run_is_not_taken_for_that_of_a_killed_one(tmp_path: Path) -> None:
+    (tmp_path / SUMMARY_FILE).write_bytes(b"{}")
+    config = PeerConfig.load(None, {"role": "trainer", "run_dir": tmp_path, "manifest": tmp_path / "none"})
+    with pytest.raises(ConfigError, match="cannot read the manifest"):
+        asyncio.run(run_peer(config))
+    assert not (tmp_path / SUMMARY_FILE).exists()
 
 
 @pytest.mark.fault(47)

@@ -12,6 +12,7 @@ from p2ptrain.status.views import Alert, Headline, RoundView
 from tests.support.web.watched import START, aborted, report, rounds_of, snapshot_of, trainer
 
 ADA, BOB, EVE = trainer("a", name="Ada"), trainer("b", name="Bob"), trainer("e", name="Eve")
+SEED = trainer("s", role="bootstrap", state="serving", digest=bytes(32))
 FACTS: dict[str, Any] = {"since": START - 3600.0, "last_commit": START - 5.0}
 
 
@@ -42,6 +43,10 @@ CASES: list[Case] = [
     ("stage", "critical", "0", ("stands still", "start a peer"),
      {"peers": [replace(ADA, state="draining"), replace(BOB, state="draining")]}, {"peers": []}),
     ("replica", "warning", "0", ("only Ada", "join"), {"peers": [ADA]}, {"peers": [ADA, BOB]}),
+    ("replica", "warning", "0", ("only Ada",), {"peers": [ADA, replace(BOB, state="draining")]},
+     {"peers": [ADA, replace(BOB, state="resting")]}),
+    ("stage", "critical", "0", ("stands still",), {"peers": [SEED, replace(ADA, state="resting")]},
+     {"peers": [SEED, ADA]}),
     ("digest", "critical", "e", ("Eve", "round 8", "restart"), {"peers": [ADA, BOB, replace(EVE, digest=OTHER)]},
      {"peers": [ADA, BOB, replace(EVE, digest=OTHER, round=9)]}),
     ("digest", "critical", "", ("round 8", "2 different", "compare"), {"rounds": rounds_with(SAME, OTHER, SAME)},

@@ -9,7 +9,7 @@ from p2ptrain.status.tracker import JUMP_ROUNDS, MAX_ROUNDS_PER_SECOND, RATE_SEC
 from tests.support.web.watched import SWARM, after_looks, trainer
 
 
-def observed(rate: TokenRate, now: float, tokens: int) -> float | None:
+def observed(rate: TokenRate, now: float, tokens: int | None) -> float | None:
     """The rate after one more look."""
     rate.update(now, tokens)
     return rate.tokens_per_second
@@ -35,6 +35,24 @@ def test_the_speed_forgets_what_is_long_ago_and_a_lineage_that_was_given_up() ->
     assert last is not None
     assert last < 100
     assert observed(rate, 100.0, 5000) is None
+
+
+@pytest.mark.parametrize("tokens", [60_000, None], ids=["stalled", "gone"])
+def test_a_swarm_that_stands_still_comes_to_have_no_speed(tokens: int | None) -> None:
+    rate = TokenRate()
+    for second in range(61):
+        assert observed(rate, second, second * 1000) in (None, pytest.approx(1000))
+    assert observed(rate, 60 + RATE_SECONDS, tokens) == pytest.approx(1000)
+    assert observed(rate, 60 + 2 * RATE_SECONDS, tokens) == pytest.approx(500)
+    assert (observed(rate, 3660, tokens) or 0.0) < 5
+
+
+def test_a_clock_that_is_set_back_makes_no_speed() -> None:
+    rate = TokenRate()
+    for second in range(30):
+        observed(rate, 3600 + second, second * 1000)
+    for second in range(30):
+        assert observed(rate, second, (30 + second) * 1000) in (None, pytest.approx(1000))
 
 
 def test_a_first_look_in_the_middle_of_a_round_is_no_end_of_one() -> None:

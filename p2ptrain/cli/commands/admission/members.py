@@ -34,9 +34,11 @@ async def _table(link: SwarmLink) -> str:
         admission, strangers = observer.peer.admission, observer.peer.presence.book.strangers
         found = [(record, admission.way_in(record.peer)) for record in members]
         found += [(record, f"not admitted: {reason}") for record, reason in strangers.values()]
+    from p2ptrain.status.formats import LAST_SECOND
+
     rows = [("peer", "name", "role", "round", "since", "admitted by")]
     for record, words in found:
-        since = time.strftime("%Y-%m-%d %H:%M", time.localtime(record.started_at))
+        since = time.strftime("%Y-%m-%d %H:%M", time.localtime(min(record.started_at, LAST_SECOND)))
         rows.append((record.peer, record.name, record.role, str(record.round), since, words))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)

@@ -68,7 +68,7 @@ class Organizer:
         """Sign the changed list of revocations into the folder, where the seed finds it."""
         sequence = max(self.revocations.sequence + 1, int(time.time()))
         data = self.issuer.sign(replace(self.revocations, sequence=sequence, **changes))
-        replace_file(self.folder / REVOCATIONS_FILE, data)
+        replace_file(self.folder / REVOCATIONS_FILE, data, synced=True)
         print(f"wrote {self.folder / REVOCATIONS_FILE}, which a running seed publishes within seconds")
 
 

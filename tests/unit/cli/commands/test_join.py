@@ -196,6 +196,16 @@ def test_without_a_terminal_nobody_is_asked(monkeypatch: pytest.MonkeyPatch) -> 
     assert confirm("Take part?", assume_yes=True)
 
 
+def test_the_end_of_input_at_the_question_is_a_no(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setattr("sys.stdin", Terminal(""))
+    monkeypatch.setattr("sys.stdout", Terminal())
+    assert not confirm("Take part?", assume_yes=False)
+
+
 @pytest.mark.parametrize(("answer", "mode"), [("n", "invite"), ("y", "open")])
 def test_nothing_is_written_or_started_before_somebody_agrees(
     answer: str, mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

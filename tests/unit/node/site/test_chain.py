@@ -124,17 +124,20 @@ def test_a_crash_between_the_line_and_the_head_leaves_a_good_log(tmp_path: Path)
     assert Chain.go_on(path, NamedSigner("site"), lambda: 8.0)[0].head == chain.head
 
 
-def test_nothing_is_noted_on_a_full_disk(tmp_path: Path) -> None:
+@pytest.mark.parametrize("room", [0, 40])
+def test_nothing_is_noted_on_a_full_disk(room: int, tmp_path: Path) -> None:
     path = tmp_path / "left.jsonl"
     chain = written(path)
     limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size, limits[1]))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + room, limits[1]))
         with pytest.raises(ResourceError, match="nothing leaves without"):
             chain.append("sending", round=9)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, handler)
+    chain.append("closed")  # There is room again: a part of the line before would spoil this one.
+    assert [each["what"] for each in read_chain(path, NamedSigner("x")).entries[-2:]] == ["sent", "closed"]
 
 
 def test_the_command_shows_what_left_and_finds_a_cut_by_an_earlier_head(

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from p2ptrain.errors import CheckpointError, IntegrityError
-from p2ptrain.training.checkpoints import SavePolicy
+from p2ptrain.errors import CheckpointError, IntegrityError, ResourceError
+from p2ptrain.training.checkpoints import SavePolicy, saving
 from p2ptrain.training.checkpoints.files import load_newest_valid
 from p2ptrain.training.checkpoints.saving import restore_shared, saved_layout
 from tests.support.lone import LonePeer, lone_peer
@@ -201,6 +201,29 @@ def test_saving_in_the_background_is_of_one_moment_and_keeps_a_bounded_number(tm
     newest = load_newest_valid(tmp_path, peer.saver._swarm)
     assert newest is not None
     assert newest.head.round == rounds[-1]
+
+
+def test_a_save_that_fails_is_not_tried_again_in_each_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, policy = make_model(8), SavePolicy(every_rounds=2, every_minutes=0)
+    with lone_peer(tmp_path, model, make_optimizer(model), policy, every=1, local_batch=4, global_batch=4) as peer:
+        _train(peer, 0, 2)
+        with monkeypatch.context() as full:
+            full.setattr(saving, "save_checkpoint", _refuse)
+            assert peer.saver.is_due()
+            with pytest.raises(ResourceError):
+                peer.saver.save()
+            _train(peer, 2, 3)
+            assert not peer.saver.is_due()
+            full.setattr(saving, "RETRY_SECONDS", 0.0)
+            with pytest.raises(ResourceError):
+                peer.saver.save()
+        assert peer.saver.is_due()
+        peer.saver.save()
+        assert not peer.saver.is_due()
+
+
+def _refuse(*arguments: Any, **options: Any) -> Path:
+    raise ResourceError("the disk is full")
 
 
 def test_a_save_that_fails_in_the_background_is_logged_and_the_next_one_is_made(
