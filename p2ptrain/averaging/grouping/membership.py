@@ -205,6 +205,10 @@ class Membership:
         known = self._known.get(peer)
         return known is not None and self._runtime.now() < known.mistrust_until
 
+    def may_follow(self, peer: str) -> bool:
+        """True if the peer has a record, and its announcements count now."""
+        return peer in self._known and not self.is_mistrusted(peer)
+
     def is_unannounced(self, peer: str) -> bool:
         """True if no record says yet that this peer trains."""
         known = self._known.get(peer)
