@@ -11,7 +11,9 @@ import pytest
 
 from p2ptrain.averaging.allreduce.member import ALLREDUCE
 from p2ptrain.averaging.allreduce.messages import Bring, FromOwner, GaveUp, Mask, Signature
+from p2ptrain.averaging.allreduce.session import AllReduceSession
 from p2ptrain.averaging.allreduce.streams import ANOTHER_RESULT, BAD_ANSWER, BAD_SIGNATURE
+from p2ptrain.averaging.commit.attempt import AttemptFailedError
 from p2ptrain.averaging.grouping.leaders import probe
 from p2ptrain.averaging.grouping.messages import (
     JOIN,
@@ -149,6 +151,27 @@ async def test_who_holds_up_each_round_is_left_out_also_where_the_others_complet
     await go_on(swarm, honest, rounds=3 * ROUNDS)
     later = [body for body in accounts.bodies.values() if body.round > front]
     assert sum(evil.peer.peer_id in body.members for body in later) < len(later) / 3
+
+
+@pytest.mark.fault(44)
+@pytest.mark.parametrize("how", ["vanishes", "withholds its mask in every second round"])
+@simulated(seed=6)
+async def test_who_joins_and_falls_silent_again_and_again_is_left_out_for_longer_each_time(
+    network: SimulatedNetwork, how: str
+) -> None:
+    """Each time costs a timeout: 30 rounds took 139 seconds and more, if it was let in each time."""
+    swarm, honest, _ = await start(network, lambda evil: None, num_honest=4)
+    evil = swarm.trainers["evil"]
+
+    async def vanish(session: AllReduceSession) -> AttemptFailedError:
+        await asyncio.sleep(0.1)
+        return AttemptFailedError("it does not want to")
+
+    if how == "vanishes":
+        evil.sync.averager._runner.run = vanish  # type: ignore[method-assign, assignment]
+    else:
+        withhold(evil, Mask, lambda to, mask: mask if evil.sync.head.round % 2 else None)
+    await go_on(swarm, honest, rounds=30, seconds=120)
 
 
 ACCUSATIONS: dict[str, tuple[Callable[[list[int], bool], object], float]] = {

@@ -19,7 +19,7 @@ from p2ptrain.averaging.context import PeerContext
 from p2ptrain.averaging.grouping import messages
 from p2ptrain.averaging.grouping.cells import Key
 from p2ptrain.averaging.grouping.leaders import Leaders, is_ahead, probe
-from p2ptrain.averaging.grouping.membership import MAX_KNOWN_PEERS
+from p2ptrain.averaging.grouping.membership import GOOD_ROUND, MAX_KNOWN_PEERS
 from p2ptrain.averaging.grouping.pending_group import PendingGroup, decide, group_spec, may_reduce
 from p2ptrain.averaging.protocol.certificate import Head, Ticket
 from p2ptrain.averaging.timing.deadlines import LEAST_QUIET_SECONDS, QUIET_GRACES, KeepaliveStatus, send_keepalives
@@ -49,8 +49,6 @@ MAX_PENDING_GROUPS = 8
 MAX_GUESTS = 16
 PATIENT_ROUNDS, IMPATIENT_ROUNDS = 3, 64
 """Rounds that wait for newcomers in vain, and rounds after them in which none is waited for; then one waits again."""
-GOOD_ROUND = 0.25
-"""Misses of a member that a round with it takes back."""
 MOST_MISSES = 8
 ATTEMPTS_BEFORE_REDUCED = 3
 CONVICTED = "there is evidence against you"
