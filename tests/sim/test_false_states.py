@@ -102,6 +102,17 @@ async def _average(*members: SimulatedTrainer) -> None:
     await asyncio.gather(*(each.synchronize() for each in members))
 
 
+@simulated(seed=2)
+async def test_one_peer_that_announces_another_state_makes_nobody_but_itself_doubt_its_own(
+    network: SimulatedNetwork,
+) -> None:
+    async with _trainers(network, "abcn") as (a, b, c, _):
+        _falsify(a)
+        await a.presence.publish()
+        await asyncio.sleep(30.0)
+        assert [each.sync.catch_up.others_hold_another_state() for each in (a, b, c)] == [True, False, False]
+
+
 @simulated(seed=3)
 async def test_a_false_state_is_refused_by_the_certificate_of_the_round_after_it(network: SimulatedNetwork) -> None:
     """No record tells the liar's state apart: the others are a round further by then."""

@@ -60,3 +60,22 @@ async def test_a_trainer_that_waits_for_a_full_batch_sees_that_the_others_are_ah
     front = max(trainer.sync.head.round for trainer in others)
     network.mend(late.peer)
     await swarm.until(lambda: late.sync.head.round > front, 60, "the late trainer catches up")
+
+
+@pytest.mark.fault(44)
+@pytest.mark.parametrize("waits", [True, False], ids=["wait", "compute"])
+@simulated(seed=6)
+async def test_a_leader_that_never_calls_the_batch_full_loses_its_turn(network: SimulatedNetwork, waits: bool) -> None:
+    """It lets the others wait for ever, or compute for ever."""
+    swarm = start(network, num_peers=4)
+    await swarm.until(lambda: swarm.in_agreement(6), 90, "the swarm trains")
+    *others, hostile = swarm.alive
+    hostile.is_hostile = True
+
+    async def never_full(peer: str, report: BatchReport) -> BatchAdvice:
+        await asyncio.sleep(1.0 if waits else 0.0)
+        return BatchAdvice(closing=False, wait=waits)
+
+    hostile.rpc.serve(REPORT, BatchReport, never_full)
+    front = max(trainer.sync.head.round for trainer in others)
+    await swarm.until(lambda: min(t.sync.head.round for t in others) >= front + 12, 120, "the others go on")

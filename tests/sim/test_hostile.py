@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from statistics import fmean
 from typing import Any
@@ -11,12 +11,29 @@ import pytest
 
 from p2ptrain.averaging.allreduce.member import ALLREDUCE
 from p2ptrain.averaging.allreduce.messages import Bring, FromOwner, GaveUp, Mask, Signature
+from p2ptrain.averaging.allreduce.session import AllReduceSession
 from p2ptrain.averaging.allreduce.streams import ANOTHER_RESULT, BAD_ANSWER, BAD_SIGNATURE
+from p2ptrain.averaging.commit.attempt import AttemptFailedError
 from p2ptrain.averaging.grouping.leaders import probe
-from p2ptrain.averaging.grouping.messages import JOIN, Answer, Behind, Formed, Join, Redirected, Refused
+from p2ptrain.averaging.grouping.messages import (
+    JOIN,
+    PROBE,
+    STEPS,
+    Answer,
+    Behind,
+    Formed,
+    Join,
+    Probe,
+    ProbeReply,
+    Redirected,
+    Refused,
+    StepsAdvice,
+    StepsReport,
+)
 from p2ptrain.averaging.protocol.certificate import Ticket
 from p2ptrain.averaging.protocol.table import MAX_COUNT
 from p2ptrain.errors import DeadlineError, PeerError, PeerRefusedError
+from p2ptrain.network.rpc.channel import Channel
 from p2ptrain.network.simulated import SimulatedNetwork
 from tests.support.coroutines import simulated
 from tests.support.lying import BulkLie, Lie
@@ -134,6 +151,27 @@ async def test_who_holds_up_each_round_is_left_out_also_where_the_others_complet
     await go_on(swarm, honest, rounds=3 * ROUNDS)
     later = [body for body in accounts.bodies.values() if body.round > front]
     assert sum(evil.peer.peer_id in body.members for body in later) < len(later) / 3
+
+
+@pytest.mark.fault(44)
+@pytest.mark.parametrize("how", ["vanishes", "withholds its mask in every second round"])
+@simulated(seed=6)
+async def test_who_joins_and_falls_silent_again_and_again_is_left_out_for_longer_each_time(
+    network: SimulatedNetwork, how: str
+) -> None:
+    """Each time costs a timeout: 30 rounds took 139 seconds and more, if it was let in each time."""
+    swarm, honest, _ = await start(network, lambda evil: None, num_honest=4)
+    evil = swarm.trainers["evil"]
+
+    async def vanish(session: AllReduceSession) -> AttemptFailedError:
+        await asyncio.sleep(0.1)
+        return AttemptFailedError("it does not want to")
+
+    if how == "vanishes":
+        evil.sync.averager._runner.run = vanish  # type: ignore[method-assign, assignment]
+    else:
+        withhold(evil, Mask, lambda to, mask: mask if evil.sync.head.round % 2 else None)
+    await go_on(swarm, honest, rounds=30, seconds=120)
 
 
 ACCUSATIONS: dict[str, tuple[Callable[[list[int], bool], object], float]] = {
@@ -307,3 +345,52 @@ async def test_a_record_that_promises_a_long_lineage_costs_little(
     swarm, honest, _ = await start(network, corrupt)
     await go_on(swarm, honest, rounds=15)
     assert all(trainer.sync.catch_up.resyncs == 0 for trainer in honest)
+
+
+class _Stepping:
+    """A member that tells all others that it steps, and hands in nothing to any of them."""
+
+    def __init__(self, evil: SimulatedTrainer, honest: list[SimulatedTrainer]) -> None:
+        self._evil, self._honest, self._open = evil, honest, evil.rpc.open
+        evil.rpc.open = self._open_or_hang  # type: ignore[method-assign]
+
+    @contextlib.asynccontextmanager
+    async def _open_or_hang(self, peer: str, name: str, *rest: Any, **options: Any) -> AsyncIterator[Channel]:
+        if name == JOIN:
+            await never()
+        async with self._open(peer, name, *rest, **options) as channel:
+            yield channel
+
+    async def tell(self) -> None:
+        while True:
+            for victim in self._honest:
+                report = StepsReport(victim.sync.head.without_proof(), 1, 0.5, 0.1, is_stepping=True)
+                with contextlib.suppress(PeerError, DeadlineError):
+                    await self._evil.rpc.call(victim.peer.peer_id, STEPS, report, StepsAdvice, 3.0)
+            await asyncio.sleep(0.5)
+
+
+@pytest.mark.fault(44)
+@pytest.mark.parametrize("boasts", [False, True], ids=["reports", "says that it is far ahead"])
+@simulated(seed=6)
+async def test_a_member_that_reports_steps_and_never_joins_is_waited_for_ever_less_often(
+    network: SimulatedNetwork, boasts: bool
+) -> None:
+    swarm, honest, _ = await start(network, lambda evil: None)
+    evil = swarm.trainers["evil"]
+    stepping = _Stepping(evil, honest)
+
+    async def boast_in_probes(peer: str, question: Probe) -> ProbeReply:
+        head = evil.sync.head.without_proof()
+        return ProbeReply(replace(head, round=head.round + 1000, full=head.full + 1000, lineage=b"f" * 32), "", 0)
+
+    if boasts:
+        evil.rpc.serve(PROBE, Probe, boast_in_probes)
+    attack = evil.peer.spawn(stepping.tell())
+    front = honest[0].sync.head.round
+    await go_on(swarm, honest, rounds=32)
+    attack.cancel()
+    grace = evil.manifest.averaging.grace_seconds
+    late = [result for result in honest[0].results if result.matchmaking_seconds >= 0.8 * grace]
+    assert sum(result.round > front + 12 for result in late) <= 6
+    assert len(failures(honest)) <= 3 * 5, "an announcement that it does not keep is not believed again soon"

@@ -180,8 +180,8 @@ class AttemptRunner:
         for blame in result.blamed:
             self._matchmaker.leaders.lost(blame.peer)
             match blame.trouble:
-                case Trouble.LATE:
-                    self._membership.suspect(blame.peer, blame.reason)
+                case Trouble.LATE:  # One that joins and falls silent again and again is left out for a while.
+                    self._membership.broke_with(blame.peer, blame.reason, leader, *blame.excuses)
                 case Trouble.SLOW:  # It owns less now. One that holds up all the same is left out for a while.
                     self._membership.broke_with(blame.peer, blame.reason, leader, *blame.excuses)
                     self.planner.rates.was_late(blame.peer)

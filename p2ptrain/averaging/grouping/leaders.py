@@ -219,10 +219,12 @@ class Leaders:
         """Record a member's turn; once more than a third of the members are in a later one, this peer is, too.
 
         Without them no earlier leader gets a quorum. Some of them are honest: they could not reach the leaders before,
-        for which the round does not wait any more.
+        for which the round does not wait any more. A ticket of another cell says nothing about this peer's group.
         """
         leading = self._leading(key)
         if peer not in leading or peer == self.position.peer or len(leading) == 1:
+            return
+        if not self.position.cells.includes(key, self.position.peer):
             return
         turns = self._remember(key).turns
         turns[peer] = turn

@@ -31,6 +31,8 @@ RECORD_DELAY_SECONDS = 5.0
 """Maximum delay from a record's writing to its arrival: the interval of `p2ptrain.node.presence`, and a look-up. A
 record that arrives within this time of a silence may be older than the silence."""
 BREAKS_BEFORE_AVOIDING = 2
+GOOD_ROUND = 0.25
+"""Breaks or misses of a peer that a round with it takes back."""
 MOST_EXCUSED_BREAKS = 8
 """Breaks of which another peer may be the cause. Another one leads after a failed attempt, if another may lead."""
 FIRST_AVOIDANCE_SECONDS = 15.0
@@ -60,7 +62,7 @@ class _Known:
     suspected_at: float = 0.0
     reason: str = ""
     rounds_missed: int = 0
-    breaks: int = 0
+    breaks: float = 0.0
     excuses: frozenset[str] = frozenset()
     avoidance: Backoff = field(default_factory=lambda: Backoff(FIRST_AVOIDANCE_SECONDS, LONGEST_AVOIDANCE_SECONDS))
     avoid_until: float = 0.0
@@ -144,19 +146,23 @@ class Membership:
         """
         self.suspect(peer, reason)
         if (known := self._known.get(peer)) is not None:
+            others = frozenset(excuses) - {""} if known.breaks < MOST_EXCUSED_BREAKS else frozenset()
+            known.excuses = known.excuses & others if known.breaks else others
             known.breaks += 1
-            others = frozenset(excuses) - {""} if known.breaks <= MOST_EXCUSED_BREAKS else frozenset()
-            known.excuses = others if known.breaks == 1 else known.excuses & others
             if known.breaks >= BREAKS_BEFORE_AVOIDING:
                 known.avoid_until = self._runtime.now() + known.avoidance.next()
 
     def finished_with(self, peers: Collection[str]) -> None:
-        """Record that a round worked with these peers; two that are kept apart were both in it, or stay apart."""
+        """Record that a round worked with these peers; two that are kept apart were both in it, or stay apart.
+
+        Each such round takes back a part of a break, so that no peer may break every second round.
+        """
         for known in (self._known[peer] for peer in peers if peer in self._known):
             if known.breaks < BREAKS_BEFORE_AVOIDING or not known.excuses or not known.excuses.isdisjoint(peers):
-                known.breaks = 0
-                known.avoidance.reset()
+                known.breaks = max(0.0, known.breaks - GOOD_ROUND)
                 known.avoid_until = 0.0
+                if not known.breaks:
+                    known.avoidance.reset()
 
     def conflicts(self, peer: str) -> frozenset[str]:
         """Return the peers with which a peer shares no group for now, because rounds with both broke."""
@@ -204,6 +210,10 @@ class Membership:
         """True if the peer's announcements do not count now."""
         known = self._known.get(peer)
         return known is not None and self._runtime.now() < known.mistrust_until
+
+    def may_follow(self, peer: str) -> bool:
+        """True if the peer has a record, and its announcements count now."""
+        return peer in self._known and not self.is_mistrusted(peer)
 
     def is_unannounced(self, peer: str) -> bool:
         """True if no record says yet that this peer trains."""

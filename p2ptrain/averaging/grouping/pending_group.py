@@ -111,7 +111,7 @@ def decide(situation: Situation, spec: AveragingSpec) -> Decision:
     return Decision("close", f"{situation.ready} of {total} peers are ready: a quorum")
 
 
-def without_conflicts(avoid: Mapping[str, frozenset[str]], least: int = 1) -> list[str]:
+def without_conflicts(avoid: Mapping[str, frozenset[str]], least: int = 1, others: Collection[str] = ()) -> list[str]:
     """Return peers that can share a group, in the given order.
 
     The peer in most conflicts is excluded first: a peer that complains about all others excludes itself. Of equals, the
@@ -120,13 +120,14 @@ def without_conflicts(avoid: Mapping[str, frozenset[str]], least: int = 1) -> li
     Args:
         avoid: By peer: the peers with which rounds broke for it.
         least: Minimum number of peers to keep.
+        others: Peers that are excluded before all that are not among them: a crowd of newcomers keeps no member out.
     """
     kept = list(avoid)
     while len(kept) > least:
         conflicts = {
             peer: sum(other in avoid[peer] or peer in avoid[other] for other in kept if other != peer) for peer in kept
         }
-        worst = max(reversed(kept), key=lambda peer: conflicts[peer])
+        worst = max(reversed(kept), key=lambda peer: (conflicts[peer] > 0 and peer in others, conflicts[peer]))
         if not conflicts[worst]:
             break
         kept.remove(worst)
@@ -297,10 +298,13 @@ class PendingGroup:
         """Form the group, answer all members, and return the peers in it.
 
         It refuses members whose state is not the most common one, members in conflict with others, and members beyond
-        the group size or `Table.most_guests`. Refused members keep their work for the next round. ``is_reduced`` tells
-        whether the round of the rest would be reduced; None refuses them all.
+        the group size or `Table.most_guests`. Only the peers that may lead count here, if some are there: all others
+        may be one peer. Refused members keep their work for the next round. ``is_reduced`` tells whether the round of
+        the rest would be reduced; None refuses them all.
         """
-        digests = Counter((m.ticket.digest, m.ticket.layout) for m in self.members.values())
+        table = NO_MEMBERS if self.key.level else table
+        leading = [member for member in self.members.values() if member.ticket.peer in table.leading]
+        digests = Counter((m.ticket.digest, m.ticket.layout) for m in leading or self.members.values())
         common = max(digests, key=lambda key: (digests[key], key), default=(b"", b""))
         chosen: dict[str, _Member] = {}
         for member in sorted(self.members.values(), key=lambda member: rank(member.ticket.peer, self.key)):
@@ -312,8 +316,8 @@ class PendingGroup:
                 member.answer.set_result(Refused(f"your {what} differs from the group's", mismatch=same_layout))
             else:
                 chosen[member.ticket.peer] = member
-        kept = without_conflicts({peer: member.avoid for peer, member in chosen.items()}, self.spec.min_peers)
-        table = NO_MEMBERS if self.key.level else table
+        avoid = {peer: member.avoid for peer, member in chosen.items()}
+        kept = without_conflicts(avoid, self.spec.min_peers, chosen.keys() - table.leading)
         members = sorted(table.group_of(kept, self.spec.group_size, self.spec.min_peers))
         for peer in [peer for peer in chosen if peer not in members]:
             why = "the group is full" if peer in kept else "rounds with you and another member broke again and again"

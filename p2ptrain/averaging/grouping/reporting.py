@@ -20,7 +20,7 @@ from p2ptrain.averaging.grouping.cells import Key
 from p2ptrain.averaging.grouping.coordinator import Coordinator
 from p2ptrain.averaging.grouping.leaders import MOST_PROBE_SECONDS, Leaders, probe, probe_seconds
 from p2ptrain.averaging.protocol.certificate import Head
-from p2ptrain.averaging.timing.goal import LONGEST_BATCH_SECONDS, MOST_ROUNDS, SILENT_SECONDS, Goal
+from p2ptrain.averaging.timing.goal import LONGEST_BATCH_SECONDS, MOST_ROUNDS, SILENT_SECONDS, WAIT_BATCHES, Goal
 from p2ptrain.errors import DeadlineError, PeerError, PeerRefusedError
 from p2ptrain.tasks import Tasks, together
 
@@ -30,6 +30,8 @@ OVERLAP = 0.25  # fraction of a step that may exceed the end of the round, becau
 LEAST_WAIT_SECONDS = 1.0
 CLOCK_SECONDS = 0.001  # resolution of waits
 NEW_SHARE = 0.5  # weight of the last step in the mean length of steps
+MOST_WAIT_BATCHES = 2 * WAIT_BATCHES
+"""Longest wait for others, in own batches: they are predicted to take `WAIT_BATCHES`, and may be as late again."""
 MAX_ASKED = 3
 OnLoop = Callable[[Callable[[], None]], object]
 """Calls a function on the event loop."""
@@ -43,6 +45,7 @@ class Pacing:
         self._leaders = leaders
         self._position = leaders.position
         self._every = goal.steps
+        self._most_samples = goal.samples
         self._reports_steps = goal.mean_steps > 0
         self._is_behind: Callable[[], bool] = lambda: False
         self._tasks = Tasks()
@@ -82,6 +85,9 @@ class Pacing:
     async def report_batch(self, samples: int, batch_samples: int, batch_seconds: float) -> bool:
         """Report progress towards the global batch, and wait while another local batch would be surplus.
 
+        A leader decides neither that this peer waits for ever, nor that it computes more than the whole batch: a leader
+        that lets it wait for longer than others can be predicted to take has had its turn.
+
         Args:
             samples: This peer's samples for the round.
             batch_samples: Those of its last local batch, which took ``batch_seconds``.
@@ -90,9 +96,15 @@ class Pacing:
             True if the round closes, or is over elsewhere; False if this peer should compute another local batch.
         """
         position, key, rpc = self._position, self._position.key, self._context.rpc
+        loop = asyncio.get_running_loop()
         seconds = min(batch_seconds, LONGEST_BATCH_SECONDS)
-        while key == position.key:
+        if 0 < self._most_samples <= samples:
+            position.close(key)
+        waits_for, until = "", 0.0
+        while key == position.key and not position.is_closing:
             leader = self._leaders.first(key)
+            if leader != waits_for:
+                waits_for, until = leader, loop.time() + MOST_WAIT_BATCHES * seconds + MOST_PROBE_SECONDS
             report = messages.BatchReport(position.head.without_proof(), samples, min(batch_samples, samples), seconds)
             try:
                 advice = await rpc.call(
@@ -109,6 +121,10 @@ class Pacing:
                 break
             if self._is_behind():
                 return True
+            if loop.time() > until:
+                self._leaders.failed(key, leader)
+                if self._leaders.first(key) == leader:  # Nobody else leads.
+                    return False
         return position.is_closing
 
     # --- local steps ----------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 
 from p2ptrain.averaging.commit.round_log import Result
 from p2ptrain.averaging.protocol.certificate import Certificate, Head
+from p2ptrain.averaging.protocol.table import NO_MEMBERS
 from p2ptrain.errors import IncompatibleError, IntegrityError, TemporaryError
 from p2ptrain.progress import Advance, Progress
 from p2ptrain.tasks import Tasks, together
@@ -26,7 +27,7 @@ from p2ptrain.training.state.shared_state import Stamp
 from p2ptrain.training.sync.download import PartialDownload, download_state
 from p2ptrain.training.sync.replica import Replica
 from p2ptrain.training.sync.rounds_since import RoundsSince
-from p2ptrain.training.sync.state_server import check_head, fetch_head
+from p2ptrain.training.sync.state_server import check_head, count_digests, fetch_head
 
 logger = logging.getLogger(__name__)
 
@@ -170,7 +171,8 @@ class StateDownload:
         if position < len(self.rounds.certificates):
             return self.rounds.certificates[position].body.digest
         votes = {record.peer: record.digest for record in self._membership.records() if record.lineage == lineage}
-        counted = Counter({**votes, **self._claims.get(lineage, {})}.values())
+        table = self.rounds.tip.table if self.rounds.tip is not None else NO_MEMBERS
+        counted = count_digests({**votes, **self._claims.get(lineage, {})}, table)
         return counted.most_common(1)[0][0] if counted else b""
 
     async def _is_over(self, partial: PartialDownload) -> bool:

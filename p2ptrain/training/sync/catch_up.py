@@ -27,7 +27,7 @@ from p2ptrain.progress import Advance, Progress
 from p2ptrain.tasks import Tasks, to_its_end, together
 from p2ptrain.training.sync.background_download import SOURCE_FAILURES, StateDownload
 from p2ptrain.training.sync.replica import Contribution, Replica
-from p2ptrain.training.sync.state_server import check_head, fetch_head
+from p2ptrain.training.sync.state_server import announced_digests, check_head, fetch_head
 
 logger = logging.getLogger(__name__)
 
@@ -245,8 +245,9 @@ class CatchUp:
         return sum(tensor.nbytes for _, tensor in self._state.tensors())
 
     def others_hold_another_state(self) -> bool:
-        head = self._state.head
-        return any(r.lineage == head.lineage and r.digest != head.digest for r in self._membership.records())
+        """True if as many peers announce another digest for this peer's lineage as its own, this peer included."""
+        votes, own = announced_digests(self._context, self._state.head), self._state.head.digest
+        return max((count for digest, count in votes.items() if digest != own), default=0) > votes[own]
 
     async def repair(self, work: Contribution, own_digest_is_right: bool) -> None:
         """Replace a wrong state by that of another peer; drop the local work on top of it.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
 from collections.abc import Sequence
 
 from p2ptrain.averaging.commit.round_log import RoundLog
@@ -15,7 +14,7 @@ from p2ptrain.errors import IntegrityError, TemporaryError
 from p2ptrain.hashing import HASH_BYTES
 from p2ptrain.tasks import together
 from p2ptrain.training.sync.background_download import SOURCE_FAILURES
-from p2ptrain.training.sync.state_server import check_head
+from p2ptrain.training.sync.state_server import announced_digests, check_head
 
 logger = logging.getLogger(__name__)
 
@@ -88,5 +87,5 @@ class FollowedLineage:
         for chain in await together("vouch", map(ask, [*others, source][:MAX_WITNESSES])):
             if chain:
                 return chain[0].body.digest
-        votes = Counter(each.digest for each in self.context.membership.records() if each.lineage == head.lineage)
+        votes = announced_digests(self.context, head)
         return votes.most_common(1)[0][0] if votes else None

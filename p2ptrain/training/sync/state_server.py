@@ -10,14 +10,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated
 
 from msgspec import Meta
 
 from p2ptrain.averaging.context import PeerContext
 from p2ptrain.averaging.protocol.certificate import Head
-from p2ptrain.averaging.protocol.table import MAX_COUNT
+from p2ptrain.averaging.protocol.table import MAX_COUNT, Table
 from p2ptrain.errors import DeadlineError, IncompatibleError, IntegrityError, PeerError, TemporaryError
 from p2ptrain.network.chunks.messages import Open
 from p2ptrain.network.chunks.server import ChunkServer
@@ -162,6 +162,21 @@ async def fetch_head(rpc: Rpc, source: str) -> Head:
     return held.head
 
 
+def count_digests(digests: Mapping[str, bytes], table: Table) -> Counter[bytes]:
+    """Return how many peers tell each digest, from ``digests`` by peer.
+
+    Only members that may lead count, if some are there: the others may be a crowd of newcomers.
+    """
+    leading = digests.keys() & table.leading
+    return Counter(digest for peer, digest in digests.items() if peer in leading or not leading)
+
+
+def announced_digests(context: PeerContext, head: Head) -> Counter[bytes]:
+    """Return how many other peers announce each digest at a head's lineage; see `count_digests`."""
+    records = context.membership.records()
+    return count_digests({each.peer: each.digest for each in records if each.lineage == head.lineage}, head.table)
+
+
 def check_head(context: PeerContext, head: Head) -> None:
     """Raise `IntegrityError` unless a head follows from its certificate, and no other digest has more votes there.
 
@@ -171,7 +186,7 @@ def check_head(context: PeerContext, head: Head) -> None:
     """
     if max(head.round, head.tokens, head.samples) > MAX_COUNT // 2:
         raise IntegrityError("a head leaves too little room for the rounds after it")
-    votes = Counter(record.digest for record in context.membership.records() if record.lineage == head.lineage)
+    votes = announced_digests(context, head)
     if votes and votes[head.digest] < max(votes.values()):
         raise IntegrityError("most peers announce another digest for this state")
     context.anchors.check_digest(head)

@@ -104,6 +104,20 @@ def test_a_failure_counts_once_and_only_in_its_turn() -> None:
     assert (leaders.turn(KEY), leaders.first(KEY)) == (len(NAMES), first), "all had their turn"
 
 
+def test_a_ticket_of_another_cell_does_not_make_a_peer_forget_who_failed_in_its_own() -> None:
+    names, cells = [f"p{number}" for number in range(16)], Cells(4)
+    head = replace(HEAD, table=table_of(names), present=len(names))
+    own = next(name for name in names if sum(cells.includes(cells.key_of(head, name), each) for each in names) > 1)
+    leaders = Leaders(
+        RoundPosition(head, own, cells, SPEC.matchmaking_seconds), Membership(own, Runtime(random.Random(0)))
+    )
+    key = leaders.position.key
+    leaders.failed(key, leaders.first(key))
+    other = next(name for name in names if not cells.includes(key, name))
+    leaders.heard(cells.key_of(head, other), other, 1)
+    assert leaders.turn(key) == 1
+
+
 def test_a_sole_leader_is_passed_over_by_nobody() -> None:
     leaders = leaders_of("a")
     awake = replace(HEAD, table=Table((Row("b", votes=True), *(Row(name, sleeps=True) for name in "ac"))))

@@ -146,6 +146,22 @@ def test_only_a_second_break_makes_a_peer_avoided_and_its_word_does_not_end_that
     assert membership.avoided() == []  # until a round with it works.
 
 
+def test_who_breaks_every_second_round_is_avoided_for_longer_each_time_and_who_seldom_does_is_not() -> None:
+    membership, clock = knowing("often", "seldom")
+    avoided = 0.0
+    for number in range(64):
+        if number % 2:
+            membership.broke_with("often", "lost")
+        if not number % 8:
+            membership.broke_with("seldom", "lost")
+        assert "seldom" not in membership.avoided()
+        while membership.avoided():
+            avoided, clock.now = avoided + 1.0, clock.now + 1.0
+        membership.finished_with({"often"} if not number % 2 else set())
+        membership.finished_with({"seldom"} if number % 8 else set())
+    assert avoided > 15 * 240
+
+
 def test_some_broken_groups_of_one_leader_do_not_make_a_peer_avoided() -> None:
     membership, _ = knowing("a")
     for _ in range(5):
@@ -159,11 +175,11 @@ def test_a_peer_that_breaks_all_rounds_is_avoided_even_where_only_one_member_may
     membership, _ = knowing("a")
     for _ in range(MOST_EXCUSED_BREAKS):
         membership.broke_with("a", "sent a malformed message", "the only one")
-    membership.finished_with({"a", "the only one"})
-    for _ in range(MOST_EXCUSED_BREAKS):
-        membership.broke_with("a", "sent a malformed message", "the only one")
     assert membership.avoided() == []
-    membership.broke_with("a", "sent a malformed message", "the only one")
+    membership.finished_with({"a", "the only one"})
+    assert membership.conflicts("a") == frozenset()
+    for _ in range(2):
+        membership.broke_with("a", "sent a malformed message", "the only one")
     assert membership.avoided() == ["a"]
 
 
@@ -181,7 +197,7 @@ def test_two_peers_of_which_one_breaks_rounds_are_kept_apart_until_a_round_works
     membership.broke_with("a", "a member gave up", "b")
     membership.broke_with("a", "a member gave up", "b")
     assert membership.conflicts("a") == {"b"}
-    clock.now += 16
+    clock.now += 61
     assert membership.conflicts("a") == frozenset()
     membership.broke_with("a", "a member gave up", "c")  # Neither of the two explains all three.
     assert (membership.conflicts("a"), membership.avoided()) == (frozenset(), ["a"])

@@ -111,6 +111,18 @@ async def test_among_strangers_newcomers_that_are_more_than_the_members_wait_for
 
 
 @simulated(seed=1)
+async def test_a_crowd_of_newcomers_neither_outvotes_the_members_nor_complains_them_out() -> None:
+    group = PendingGroup(HEAD, KEY, SPEC, GlobalBatch(0))
+    table = Table((Row("a", votes=True, elects=True), Row("b", votes=True, elects=True)), is_open=True)
+    answers = {peer: group.add(ticket(peer), 0.0) for peer in "ab"}
+    for number in range(3):
+        answers[f"l{number}"] = group.add(ticket(f"l{number}", digest=b"x" * 32), 0.0)
+        answers[f"n{number}"] = group.add(ticket(f"n{number}"), 0.0, frozenset("ab"))
+    assert group.form(table=table) == ["a", "b"]
+    assert [peer for peer, answer in answers.items() if isinstance(answer.result(), Formed)] == ["a", "b"]
+
+
+@simulated(seed=1)
 async def test_of_a_cell_one_peer_speaks_until_it_is_dismissed() -> None:
     group = PendingGroup(HEAD, KEY._replace(level=1), SPEC, GlobalBatch(0, {}), lambda peer: f"cell {peer[0]}")
     first = group.add(ticket("a1"), 0.0)

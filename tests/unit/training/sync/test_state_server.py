@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 import torch
 
+from p2ptrain.averaging.protocol.table import Row, Table
 from p2ptrain.errors import PeerRefusedError
 from p2ptrain.network.chunks.messages import Ask, Open
 from p2ptrain.network.chunks.server import Ration
 from p2ptrain.training.state.digest import CHUNK_BYTES, cut_of
 from p2ptrain.training.state.shared_state import SharedState, Stamp, stamped_bytes
 from p2ptrain.training.sync.download import PartialDownload, download_state
-from p2ptrain.training.sync.state_server import HeldState, StateServer, fetch_head
+from p2ptrain.training.sync.state_server import HeldState, StateServer, count_digests, fetch_head
 from tests.support.coroutines import simulated
 from tests.support.sim.downloads import (
     FAST,
@@ -34,6 +35,13 @@ async def download_from(source: Member, state: SharedState, newcomer: Member, pa
     except PeerRefusedError as error:
         return str(error)
     return ""
+
+
+def test_newcomers_do_not_tell_which_state_members_hold() -> None:
+    table = Table((Row("a", votes=True, elects=True), Row("b")), is_open=True)
+    digests = {"a": b"right", "b": b"right", **dict.fromkeys(("n1", "n2", "n3"), b"false")}
+    assert count_digests(digests, table) == {b"right": 2}
+    assert count_digests(digests, Table(is_open=True)) == {b"right": 2, b"false": 3}
 
 
 @simulated(members, 5, seed=1, model=FAST)
