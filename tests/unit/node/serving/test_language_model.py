@@ -17,7 +17,9 @@ from tests.support.generators import tokenizer
 @pytest.mark.parametrize("ends", [-1, [2, 257], list(range(17))])
 def test_end_tokens_that_no_host_takes_are_refused(ends: Any) -> None:
     generator = SimpleNamespace(vocabulary=257)
-    model = LanguageModel(cast(Any, None), cast(Any, SimpleNamespace(generator=generator)), lambda: Text(tokenizer()), {})
+    model = LanguageModel(
+        cast(Any, None), cast(Any, SimpleNamespace(generator=generator)), lambda: Text(tokenizer()), {}
+    )
     with pytest.raises(UsageError, match=r"eos_token_id: .* give up to 16 ids below 257, or \[\] for no end"):
         model.generate(torch.tensor([[1, 2]]), eos_token_id=ends)
 
