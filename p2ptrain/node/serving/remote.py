@@ -14,7 +14,6 @@ from p2ptrain.network.chunks import fetch
 from p2ptrain.node.serving.blueprint import Blueprint
 from p2ptrain.node.serving.held import key_of
 from p2ptrain.node.serving.source import COPY, WAIT_SECONDS, AskCopy, Copied
-from p2ptrain.tasks import to_its_end
 from p2ptrain.training.sync.background_download import SOURCE_FAILURES
 from p2ptrain.training.sync.state_server import MAX_HEAD_BYTES
 from p2ptrain.training.sync.weights import WEIGHTS, WeightTarget
@@ -96,15 +95,17 @@ class RemoteWeights:
             with self._peer.jobs("downloading weights") as advance:
                 target = WeightTarget(self._peer.runtime, unit.layout, head.digest, vectors[-1], advance)
                 await fetch.fetch(self._peer.rpc, WEIGHTS, head.digest, target, lambda: self._sources(source))
-        await to_its_end(self._keep(heads, vectors))  # Units of one round.
+
+        def keep() -> None:
+            for unit, head, vector in zip(self._units, heads, vectors, strict=True):
+                unit.kept.keep(vector, head)
+
+        await self._peer.runtime.offload(keep)  # All of them, also if a pause ends this.
+        for unit, head in zip(self._units, heads, strict=True):
+            unit.lineage.adopt(head)
         self.seconds = asyncio.get_running_loop().time() - began
         logger.info("downloaded the weights of round %d", heads[0].round)
         return await self._assembled(vectors)
-
-    async def _keep(self, heads: Sequence[Head], vectors: Sequence[memoryview]) -> None:
-        for unit, head, vector in zip(self._units, heads, vectors, strict=True):
-            await self._peer.runtime.offload(unit.kept.keep, vector, head)
-            unit.lineage.adopt(head)
 
     def _sources(self, first: str) -> list[str]:
         return list(dict.fromkeys([first, *self._first.holders]))
