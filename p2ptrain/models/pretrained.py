@@ -196,6 +196,16 @@ def longest_context(folder: Path) -> int:
     return int(get_family(ModelSpec(family=theirs.model_type)).from_hugging_face(theirs).get("context", 0))
 
 
+def served_context(spec: ModelSpec, given: Path | None, wanted: int) -> int:
+    """Return the most positions of a session: those that are wanted, if the model can have them.
+
+    If ``wanted`` is 0, those of a pretrained model itself, which is in the folder ``given``, or of a training sample.
+    """
+    if not wanted:
+        wanted = longest_context(given) if spec.weights and given is not None else spec.context
+    return min(wanted, spec.context) if get_family(spec).has_fixed_context else wanted
+
+
 def _spec_of(folder: Path, context: int) -> ModelSpec:
     """Return a model's settings, if this version computes the same as transformers."""
     from transformers import AutoConfig

@@ -406,6 +406,14 @@ def test_all_of_many_answers_at_once_come_within_the_hosts_streams(num_stages: i
     assert serve(main, *[1] * num_stages, num_pages=512) == [golden(PROMPT, 12, num_stages)] * 140
 
 
+@served(2, serve_seconds=0.05)
+async def test_a_shadow_is_no_answer_in_progress(swarm: ServingSwarm, client: Any) -> None:
+    asking = client.peer.spawn(client.ask(PROMPT, 100))
+    await until(lambda: all(each.host.executor.sessions for each in swarm.hosts.values()), 5.0)
+    assert sum(each.host.report().sessions for each in swarm.hosts.values()) == 1
+    assert (await asking)[0] == golden(PROMPT, 100, 1)
+
+
 def test_a_shadow_takes_no_session_from_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sessions, "MAX_SESSIONS_PER_CALLER", 8)
 

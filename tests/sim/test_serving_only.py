@@ -145,6 +145,29 @@ async def test_after_a_pause_it_serves_what_it_served_before(
     assert len(served.downloaded) == count
 
 
+@simulated(seed=1)
+async def test_a_pause_ends_serving_at_once_also_in_the_middle_of_a_download(
+    network: SimulatedNetwork, started: Callable[..., Served], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = started(network)
+    swarm = served.swarm
+    honest, downloading = fetch.fetch, asyncio.Event()
+
+    async def slow(*arguments: Any, **options: Any) -> Any:
+        if served.versions("s"):
+            downloading.set()
+            await asyncio.sleep(300.0)
+        return await honest(*arguments, **options)
+
+    monkeypatch.setattr(fetch, "fetch", slow)
+    swarm.start("s", role="server", serving=SERVING)
+    await downloading.wait()
+    swarm.signals["s"].wishes.set("owner", "by its owner")
+    await swarm.until(lambda: not served.versions("s"), 2.0)
+    swarm.signals["s"].wishes.set("owner", "")
+    await swarm.until(lambda: bool(served.versions("s")), 5.0)
+
+
 @simulated(seed=range(3))
 async def test_a_source_that_invents_weights_is_not_believed(
     network: SimulatedNetwork, started: Callable[..., Served], monkeypatch: pytest.MonkeyPatch

@@ -7,9 +7,8 @@ import logging
 from dataclasses import replace
 
 from p2ptrain.config import PeerConfig
-from p2ptrain.models import get_family
 from p2ptrain.models.exact import PAGE, ExactStage, checked_kernels
-from p2ptrain.models.pretrained import longest_context
+from p2ptrain.models.pretrained import served_context
 from p2ptrain.native.exact import AnyKernels
 from p2ptrain.network.records.record import PeerRecord
 from p2ptrain.node.peer import Peer
@@ -120,7 +119,7 @@ class Serving:
         """Serve a version of a stage."""
         if self._host is None:
             peer, offload, grammars = self._peer, self._peer.runtime.offload, None
-            context = await offload(self._context)
+            context = await offload(served_context, self._spec, self._config.weights, self._config.serving.context)
             if number == num_stages - 1:
                 grammars = await offload(load_grammars, peer, self._config, stage.vocabulary)
             speculates = self._config.serving.speculation == "ngram"
@@ -140,17 +139,6 @@ class Serving:
 
     def _is_training(self) -> bool:
         return self._held is not None and self._held.is_training()
-
-    def _context(self) -> int:
-        """Return the most positions of a session: those that are configured, if the model can have them.
-
-        By default those of a pretrained model itself, or of a training sample.
-        """
-        given, spec = self._config.weights, self._spec
-        context = self._config.serving.context
-        if not context:
-            context = longest_context(given) if spec.weights and given is not None else spec.context
-        return min(context, spec.context) if get_family(spec).has_fixed_context else context
 
     async def _leave(self) -> None:
         host, self._host, self._held = self._host, None, None

@@ -15,6 +15,7 @@ from p2ptrain.node.serving.remote import RemoteWeights
 from p2ptrain.pipeline.view import PipelineView
 from p2ptrain.serving.host.service import KEPT_VERSIONS
 from p2ptrain.serving.host.session import Key
+from p2ptrain.tasks import Tasks
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +40,13 @@ class ServingOnly(Serving):
         self._began = self._next_at = asyncio.get_running_loop().time()
         self._is_trained = True
         self._has_restored = False
+        self._asking: asyncio.Task[tuple[Key, Stage] | None] | None = None
+
+    def pause(self, paused: bool) -> None:
+        """As for other hosts; a download ends at once."""
+        super().pause(paused)
+        if paused and self._asking is not None:
+            self._asking.cancel()
 
     async def run(self) -> None:
         try:
@@ -61,7 +69,12 @@ class ServingOnly(Serving):
         if self._notice(weights.is_trained, served):
             if loop.time() < self._next_at:
                 return
-            if (newer := await weights.newer(served[-1][1] if served else b"", self._every())) is not None:
+            async with Tasks() as tasks:
+                has = served[-1][1] if served else b""
+                self._asking = tasks.call(weights.newer(has, self._every()), "newer")
+                await asyncio.wait({self._asking})
+                newer = None if self._asking.cancelled() else self._asking.result()
+            if newer is not None:
                 self._note(newer[0], loop.time())
                 self._next_at = loop.time() + max(LEAST_VERSION_SECONDS, weights.seconds * (1 / SHARE_OF_LINK - 1))
                 await self._take(*newer)

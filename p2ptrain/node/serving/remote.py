@@ -95,8 +95,13 @@ class RemoteWeights:
             with self._peer.jobs("downloading weights") as advance:
                 target = WeightTarget(self._peer.runtime, unit.layout, head.digest, vectors[-1], advance)
                 await fetch.fetch(self._peer.rpc, WEIGHTS, head.digest, target, lambda: self._sources(source))
-        for unit, head, vector in zip(self._units, heads, vectors, strict=True):
-            await self._peer.runtime.offload(unit.kept.keep, vector, head)
+
+        def keep() -> None:
+            for unit, head, vector in zip(self._units, heads, vectors, strict=True):
+                unit.kept.keep(vector, head)
+
+        await self._peer.runtime.offload(keep)  # All of them, also if a pause ends this.
+        for unit, head in zip(self._units, heads, strict=True):
             unit.lineage.adopt(head)
         self.seconds = asyncio.get_running_loop().time() - began
         logger.info("downloaded the weights of round %d", heads[0].round)

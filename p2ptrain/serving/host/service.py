@@ -99,7 +99,8 @@ class ServingHost:
             sessions, offer.grammars.engine if offer.grammars is not None else "", pool.num_pages,
             min(costs.base, MAX_STEP_SECONDS), min(costs.row or 0.0, MAX_STEP_SECONDS),
         )  # fmt: skip
-        return ServingReport(sessions if offer.is_last else 0, self.book.meter.totals(), served)
+        answers = sum(not each.is_shadow for each in self.book.open.values())
+        return ServingReport(answers if offer.is_last else 0, self.book.meter.totals(), served)
 
     async def _serve(self, channel: Channel, request: Open) -> None:
         """Serve one caller of a session until it closes the session, is lost, or is superseded."""

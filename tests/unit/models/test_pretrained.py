@@ -23,6 +23,7 @@ from p2ptrain.models.pretrained import (
     end_marks,
     generation_settings,
     local_data,
+    served_context,
     weights_folder,
 )
 from p2ptrain.models.smollm2 import NAME, smollm2_folder
@@ -347,3 +348,9 @@ def test_a_hub_that_does_not_answer_may_do_so_later(tmp_path: Path) -> None:
     without_pauses = "import time; time.sleep = lambda seconds: None\n"
     said = ask(address, tmp_path, without_pauses + MISSING)
     assert "TemporaryError: 'owner/other' is not on this machine" in said
+
+
+@pytest.mark.parametrize(("family", "wanted", "context"), [("llama", 4096, 4096), ("gpt2", 4096, 64), ("gpt2", 0, 64)])
+def test_no_positions_are_served_that_a_model_lacks(family: str, wanted: int, context: int) -> None:
+    spec = ModelSpec(family=family, layers=1, hidden=8, heads=2, intermediate=8, context=64)
+    assert served_context(spec, None, wanted) == context
