@@ -20,23 +20,29 @@ import torch
 
 from p2ptrain.buffers import Buffer
 from p2ptrain.codecs.base import Codec, check_vector
-from p2ptrain.codecs.registry import get_codec
 
 Span = tuple[int, int, Codec]
 """First value, end, and codec of a span."""
 
 
-def by_size(codec: Codec, small_codec: Codec, sizes: Sequence[int], small_values: int, num_buffers: int = 0) -> Codec:
+def by_size(
+    codec: Codec,
+    small_codec: Codec,
+    sizes: Sequence[int],
+    small_values: int,
+    buffer_codec: Codec | None = None,
+    num_buffers: int = 0,
+) -> Codec:
     """Return a codec that encodes tensors of up to ``small_values`` values in ``small_codec``, others in ``codec``.
 
     Args:
         sizes: Number of values of each tensor, in the vector's order.
-        num_buffers: Number of buffers, the last of these tensors; small ones are in fp32.
+        buffer_codec: Of small ones among the last ``num_buffers`` tensors; None for ``small_codec``.
     """
     spans: list[Span] = []
     start, num_parameters = 0, len(sizes) - num_buffers
     for index, size in enumerate(sizes):
-        small = small_codec if index < num_parameters else get_codec("fp32")
+        small = small_codec if index < num_parameters or buffer_codec is None else buffer_codec
         chosen = small if size <= small_values else codec
         if spans and spans[-1][2] is chosen:
             spans[-1] = (spans[-1][0], start + size, chosen)

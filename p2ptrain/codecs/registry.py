@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -66,6 +66,10 @@ def codec_at(codec: Codec, level: int) -> Codec:
     return dense_codec(codec) if level else codec
 
 
+def _in_blocks(smaller: Codec, codec: Codec) -> Codec:
+    return smaller if codec.block_size > 1 else codec
+
+
 @lru_cache(maxsize=16)
 def smaller_codecs(codec: Codec, num_values: int) -> tuple[Codec, ...]:
     """Return smaller codecs for a member too slow for ``codec``, by decreasing size; none for a lossless codec.
@@ -80,7 +84,7 @@ def smaller_codecs(codec: Codec, num_values: int) -> tuple[Codec, ...]:
     codecs = [get_codec(name) for name in COMPACT]
     if isinstance(codec, MixedCodec):
         fitting = [each for each in codecs if codec.block_size % each.block_size == 0]
-        codecs = [codec.mapped(lambda own, each=each: each if own.block_size > 1 else own) for each in fitting]
+        codecs = [codec.mapped(partial(_in_blocks, each)) for each in fitting]
     return tuple(each for each in codecs if each.encoded_bytes(num_values) < limit)
 
 

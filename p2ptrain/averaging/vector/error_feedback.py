@@ -90,18 +90,24 @@ class Momentum:
     It is local, like the residual of `ErrorFeedback`, and no checkpoint has it: a peer that
     starts anew begins with its next update. Early means are corrected for their start at zero (Kingma and Ba, arXiv
     1412.6980, section 3).
+
+    Buffers, behind the parameters, have none: a running variance that goes on in its direction becomes negative.
     """
 
-    def __init__(self, decay: float) -> None:
-        """``decay`` is the weight of the earlier mean, 0 to 1; 0 keeps nothing."""
+    def __init__(self, decay: float, num_parameters: int | None = None) -> None:
+        """``decay`` is the weight of the earlier mean, 0 to 1; 0 keeps nothing.
+
+        ``num_parameters`` is the length of the first part of contributions that has momentum; None for all.
+        """
         self.decay = decay
+        self._part = slice(num_parameters)
         self._mean: torch.Tensor | None = None
         self._weight = 0.0
 
     def blend(self, update: torch.Tensor) -> None:
         """Replace an update by the mean that includes it, in place; the mean itself waits for `keep`."""
         if self._mean is not None:
-            update.lerp_(self._mean, 1 - (1 - self.decay) / self._next_weight())
+            update[self._part].lerp_(self._mean, 1 - (1 - self.decay) / self._next_weight())
 
     def keep(self, blended: torch.Tensor, residual: torch.Tensor | None) -> None:
         """Take the mean from a contribution that is in a result: ``blended`` less the ``residual`` that it carried."""
@@ -109,11 +115,11 @@ class Momentum:
             return
         self._weight = self._next_weight()
         if self._mean is None:
-            self._mean = blended.clone()
+            self._mean = blended[self._part].clone()
         else:
-            self._mean.copy_(blended)
+            self._mean.copy_(blended[self._part])
         if residual is not None:
-            self._mean.sub_(residual)
+            self._mean.sub_(residual[self._part])
 
     def reset(self) -> None:
         self._mean, self._weight = None, 0.0
@@ -130,23 +136,32 @@ class ErrorFeedback:
 
     Args:
         decay: Fraction of a round's error to keep, 0 to 1.
-        momentum: Worker momentum, 0 to 1; see `Momentum`.
+        momentum: Worker momentum, 0 to 1, and ``num_parameters``; see `Momentum`.
     """
 
-    def __init__(self, num_values: int, codec: Codec, decay: float = 1.0, momentum: float = 0.0) -> None:
+    def __init__(
+        self,
+        num_values: int,
+        codec: Codec,
+        decay: float = 1.0,
+        momentum: float = 0.0,
+        num_parameters: int | None = None,
+    ) -> None:
         import torch
 
         self._decay = decay
-        self._momentum = Momentum(momentum)
+        self._momentum = Momentum(momentum, num_parameters)
         self.residual: torch.Tensor | None = torch.zeros(num_values, dtype=torch.float32) if codec.lossy else None
 
-    def split(self, codecs: Sequence[Codec], sizes: Sequence[int]) -> list[ErrorFeedback]:
+    def split(
+        self, codecs: Sequence[Codec], sizes: Sequence[int], num_parameters: Sequence[int] = ()
+    ) -> list[ErrorFeedback]:
         """Return the residuals of consecutive parts of the vector, of these sizes, as views of this one's memory."""
         if len(sizes) == 1:
             return [self]
         parts, low = [], 0
-        for codec, size in zip(codecs, sizes, strict=True):
-            part = ErrorFeedback(0, codec, self._decay, self._momentum.decay)
+        for codec, size, trained in zip(codecs, sizes, num_parameters or sizes, strict=True):
+            part = ErrorFeedback(0, codec, self._decay, self._momentum.decay, trained)
             if part.residual is not None and self.residual is not None:
                 part.residual = self.residual[low : low + size]
             parts.append(part)

@@ -66,7 +66,11 @@ class SimulatedSite:
         )
         codec = vector_codec(self._averaging, state.layout)
         self._feedback = ErrorFeedback(
-            state.layout.num_values, codec, self._averaging.feedback_decay, self._averaging.worker_momentum
+            state.layout.num_values,
+            codec,
+            self._averaging.feedback_decay,
+            self._averaging.worker_momentum,
+            state.layout.num_parameters,
         )
         self._carry: torch.Tensor | None = None
         self._live = state.layout.new_vector() if site.corrects_drift else None

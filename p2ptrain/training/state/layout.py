@@ -202,7 +202,7 @@ class Layout:
 
     def _bind(self, module: nn.Module, entries: tuple[Entry, ...]) -> Iterator[tuple[Entry, Tensor]]:
         parameters = {_plain(name): parameter for name, parameter in module.named_parameters()}  # Frozen since, too.
-        live = {"param": parameters, "buffer": dict(_buffers(module))}
+        live: dict[str, Mapping[str, Tensor]] = {"param": parameters, "buffer": dict(_buffers(module))}
         for entry in entries:
             tensor = live[entry.kind].get(entry.name)
             if tensor is None or tuple(tensor.shape) != entry.shape:
@@ -231,7 +231,7 @@ def vector_codec(spec: AveragingSpec, layout: Layout) -> Codec:
     codec = get_codec(spec.codec)
     small_codec = get_codec(spec.small_tensors) if spec.small_tensors else codec
     sizes = [entry.num_values for entry in layout.entries]
-    return by_size(codec, small_codec, sizes, spec.small_values, len(layout.buffer_entries))
+    return by_size(codec, small_codec, sizes, spec.small_values, get_codec("fp32"), len(layout.buffer_entries))
 
 
 Span = tuple[int, int, int]

@@ -103,8 +103,11 @@ class Replica:
         round_log = RoundLog(context, list(zip(codecs, sizes, strict=True)))
         self.averager = Averager(context, state.head, round_log, layout.fingerprint, goal)
         codec = vector_codec(spec, layout)
-        self.feedback = ErrorFeedback(layout.num_values, codec, spec.feedback_decay, spec.worker_momentum)
-        self._feedbacks = self.feedback.split(codecs, sizes)
+        self.feedback = ErrorFeedback(
+            layout.num_values, codec, spec.feedback_decay, spec.worker_momentum, layout.num_parameters
+        )
+        num_parameters = [fragment.layout.num_parameters for fragment in fragments]
+        self._feedbacks = self.feedback.split(codecs, sizes, num_parameters)
         self.drops_stale = training.every == 1
         self._buffer: torch.Tensor | None = None
         self._drops_in_a_row = 0

@@ -99,7 +99,7 @@ def test_the_loss_of_the_model_s_outputs_is_seen(tmp_path: Path, clock: SimpleNa
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 def test_a_model_of_torchscript_takes_no_hooks_and_trains(tmp_path: Path) -> None:
-    model = torch.jit.script(make_model(8))  # type: ignore[no-untyped-call]
+    model = torch.jit.script(make_model(8))
     with lone_peer(tmp_path, model, make_optimizer(model), every=1, local_batch=1, global_batch=1) as peer:
         loss_of(model, [0]).backward()  # type: ignore[no-untyped-call]
         peer.optimizer.step()

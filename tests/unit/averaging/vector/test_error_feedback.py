@@ -165,6 +165,19 @@ def test_a_contribution_is_the_weighted_mean_of_those_that_counted(decay: float)
         torch.testing.assert_close(sent.double(), mean, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("num_fragments", [1, 2])
+def test_buffers_have_no_momentum(num_fragments: int) -> None:
+    """A running variance that fell from 1 to 0.1 and stays there would fall to -0.2."""
+    fp32 = get_codec("fp32")
+    whole = ErrorFeedback(num_fragments * 4, fp32, momentum=0.5, num_parameters=num_fragments * 4 - 1)
+    feedback = whole.split([fp32] * num_fragments, [4] * num_fragments, [4] * (num_fragments - 1) + [3])[-1]
+    first, second = torch.tensor([0.9, 0.9, 0.9, 0.9]), torch.zeros(4)
+    feedback.add_to(first)
+    feedback.update([encoded(first, (0, 4), {}, part_codec=fp32, mean_codec=fp32, mean_scale=0.0)])
+    feedback.add_to(second)
+    torch.testing.assert_close(second, torch.tensor([0.3, 0.3, 0.3, 0.0]))
+
+
 def test_an_update_that_does_not_count_leaves_nothing_behind() -> None:
     first, lost, last = updates(3)
     expected, sent = Momentum(0.5), Momentum(0.5)

@@ -363,7 +363,8 @@ class Odd(torch.optim.SGD):
         for group in self.param_groups:
             if self.place == "group":
                 group["d"] = group.get("d", 0.1) + 0.1
-            for key in group["params"] if self.place == "parameter" else ["all"] if self.place == "all" else []:
+            keys: dict[str, list[Any]] = {"parameter": group["params"], "all": ["all"], "group": []}
+            for key in keys[self.place]:
                 self.state[key]["d"] = self.state[key].get("d", 0.1) * 1.1
             group["lr"] = self.state[group["params"][0]].get("d", 0.1)
         return super().step(closure)
