@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -21,26 +20,26 @@ async def take_role(peer: Peer, config: PeerConfig, signals: StopSignals) -> Non
 
     Its module imports torch, which takes a minute on a busy machine: in a thread, so that the peer answers meanwhile.
     """
-    load = partial(peer.runtime.offload, import_module)
+    offload = peer.runtime.offload
     private, serves = peer.manifest.private, config.serving.enabled or config.role == "server"
     if serves and private is not None and private.personal:
         raise ConfigError(
             "each site of this swarm has layers of its own, so none can serve for the others: leave out --serve"
         )
     if peer.manifest.in_stages and config.role in ("trainer", "stage", "both"):
-        await load("p2ptrain.node.roles.pipeline")
+        await offload(import_module, "p2ptrain.node.roles.pipeline")
         from p2ptrain.node.roles.pipeline import take_part
 
         await take_part(peer, config, signals)
     elif config.role in ("stage", "both"):
         raise ConfigError(f'role = {config.role!r}: this swarm\'s model is not cut into stages; use role = "trainer"')
     elif config.role == "trainer":
-        await load("p2ptrain.node.roles.trainer")
+        await offload(import_module, "p2ptrain.node.roles.trainer")
         from p2ptrain.node.roles.trainer import train
 
         await train(peer, config, signals)
     elif config.role == "server":
-        await load("p2ptrain.node.serving.server")
+        await offload(import_module, "p2ptrain.node.serving.server")
         from p2ptrain.node.serving.server import serve_only
 
         await serve_only(peer, config, signals)
