@@ -215,8 +215,12 @@ def impossible_advance(before: Heads, now: Heads, seconds: float, max_tokens: fl
 class Looking:
     """Takes snapshots of a swarm through ``source``, such as `p2ptrain.node.observe.Observer.look`."""
 
-    def __init__(self, source: Callable[[], Awaitable[Look]], signed: SignedManifest, link: SwarmLink) -> None:
+    def __init__(
+        self, source: Callable[[], Awaitable[Look]], signed: SignedManifest, link: SwarmLink, own: str = ""
+    ) -> None:
+        """``own`` is the id of the peer that looks, if it is in the swarm: it is not missed there."""
         self._source = source
+        self._own = own
         self._signed = signed
         self._link = link
         self._tracker: SwarmTracker | None = None
@@ -226,7 +230,8 @@ class Looking:
         tracker = self._tracker
         if tracker is None:
             swarm = swarm_view(self._signed, self._link, [each.record for each in look.sightings or ()])
-            tracker = SwarmTracker(swarm, look.at, bootstraps(self._link))
+            others = [peer for peer in bootstraps(self._link) if peer != self._own]
+            tracker = SwarmTracker(swarm, look.at, others)
             self._tracker = tracker if look.sightings is not None else None  # The stages may come from the records.
         tracker.take_in(look)
         return await asyncio.to_thread(build_snapshot, tracker.observation(), look.at)

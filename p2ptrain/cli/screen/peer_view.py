@@ -75,7 +75,7 @@ class PeerScreen:
         async def own_records() -> Look:
             return known_to(peer, peer.presence.directory_answers)
 
-        looking = Looking(own_records, peer.signed, peer.network.link)
+        looking = Looking(own_records, peer.signed, peer.network.link, peer.identity.peer_id)
         while True:
             started = time.monotonic()
             try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from p2ptrain.errors import ConfigError
@@ -15,23 +16,30 @@ if TYPE_CHECKING:
 
 
 async def take_role(peer: Peer, config: PeerConfig, signals: StopSignals) -> None:
-    """Do what the configured role does, until it ends; raise `ConfigError` if the swarm has no such role."""
+    """Do what the configured role does, until it ends; raise `ConfigError` if the swarm has no such role.
+
+    Its module imports torch, which takes a minute on a busy machine: in a thread, so that the peer answers meanwhile.
+    """
+    offload = peer.runtime.offload
     private, serves = peer.manifest.private, config.serving.enabled or config.role == "server"
     if serves and private is not None and private.personal:
         raise ConfigError(
             "each site of this swarm has layers of its own, so none can serve for the others: leave out --serve"
         )
     if peer.manifest.in_stages and config.role in ("trainer", "stage", "both"):
+        await offload(import_module, "p2ptrain.node.roles.pipeline")
         from p2ptrain.node.roles.pipeline import take_part
 
         await take_part(peer, config, signals)
     elif config.role in ("stage", "both"):
         raise ConfigError(f'role = {config.role!r}: this swarm\'s model is not cut into stages; use role = "trainer"')
     elif config.role == "trainer":
+        await offload(import_module, "p2ptrain.node.roles.trainer")
         from p2ptrain.node.roles.trainer import train
 
         await train(peer, config, signals)
     elif config.role == "server":
+        await offload(import_module, "p2ptrain.node.serving.server")
         from p2ptrain.node.serving.server import serve_only
 
         await serve_only(peer, config, signals)

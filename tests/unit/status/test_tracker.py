@@ -1,12 +1,18 @@
 """How fast a swarm trains: over whole rounds, whatever they last; and a head that no peers can have made."""
 
+import asyncio
 from collections.abc import Sequence
 
 import pytest
 
-from p2ptrain.network.records.record import PeerRecord
-from p2ptrain.status.tracker import JUMP_ROUNDS, MAX_ROUNDS_PER_SECOND, RATE_SECONDS, TokenRate
-from tests.support.web.watched import SWARM, after_looks, trainer
+from p2ptrain.manifest import Manifest, SignedManifest
+from p2ptrain.network.link import SwarmLink
+from p2ptrain.network.records.record import Look, PeerRecord
+from p2ptrain.status.tracker import JUMP_ROUNDS, MAX_ROUNDS_PER_SECOND, RATE_SECONDS, Looking, TokenRate
+from tests.support.signers import NamedSigner
+from tests.support.web.watched import START, SWARM, after_looks, trainer
+
+PEER = "QmZHepEU53WX4FouwkgctgJvcFK7amhhhf8ADBZPvGT1ZJ"
 
 
 def observed(rate: TokenRate, now: float, tokens: int | None) -> float | None:
@@ -60,6 +66,20 @@ def test_a_first_look_in_the_middle_of_a_round_is_no_end_of_one() -> None:
     assert observed(rate, 9.9, 7000) is None
     assert observed(rate, 10.0, 8000) is None
     assert observed(rate, 20.0, 9000) == pytest.approx(100.0)
+
+
+def test_a_peer_whose_own_record_has_expired_is_not_told_that_it_is_down() -> None:
+    signed = SignedManifest.create(Manifest(), NamedSigner("organizer"))
+    link = SwarmLink(signed.manifest.digest, (f"/ip4/127.0.0.1/tcp/1/p2p/{PEER}",))
+
+    async def look() -> Look:
+        return Look(START, [])
+
+    async def alerts(own: str) -> list[str]:
+        return [alert.rule for alert in (await Looking(look, signed, link, own).look()).alerts]
+
+    assert asyncio.run(alerts(PEER)) == []
+    assert asyncio.run(alerts("")) == ["bootstrap"]
 
 
 def at(round_: int, tokens: int = 8000, peers: str = "abc", state: str = "training") -> list[PeerRecord]:
