@@ -12,14 +12,12 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 from p2ptrain.averaging.context import PeerContext
 from p2ptrain.averaging.grouping import messages
 from p2ptrain.averaging.grouping.cells import Key
 from p2ptrain.averaging.grouping.leaders import Leaders, is_ahead, probe
-from p2ptrain.averaging.grouping.membership import GOOD_ROUND, MAX_KNOWN_PEERS
 from p2ptrain.averaging.grouping.pending_group import PendingGroup, decide, group_spec, may_reduce
 from p2ptrain.averaging.protocol.certificate import Head, Ticket
 from p2ptrain.averaging.timing.deadlines import LEAST_QUIET_SECONDS, QUIET_GRACES, KeepaliveStatus, send_keepalives
@@ -32,7 +30,6 @@ from p2ptrain.averaging.timing.goal import (
     LocalSteps,
     StepProgress,
 )
-from p2ptrain.buffers import Bounded
 from p2ptrain.errors import DeadlineError, IntegrityError, PeerError, PeerRefusedError
 from p2ptrain.network.rpc.channel import Channel
 from p2ptrain.tasks import Tasks
@@ -49,23 +46,8 @@ MAX_PENDING_GROUPS = 8
 MAX_GUESTS = 16
 PATIENT_ROUNDS, IMPATIENT_ROUNDS = 3, 64
 """Rounds that wait for newcomers in vain, and rounds after them in which none is waited for; then one waits again."""
-MOST_MISSES = 8
 ATTEMPTS_BEFORE_REDUCED = 3
 CONVICTED = "there is evidence against you"
-
-
-@dataclass
-class _Absence:
-    """A member that this peer waited for in vain: how often, and the first round that waits for it again.
-
-    A round with it takes back a quarter, so it cannot hold up every second one.
-    """
-
-    misses: float = 0.0
-    patient_from: int = 0
-
-
-_PRESENT = _Absence()
 
 
 class Coordinator:
@@ -86,7 +68,6 @@ class Coordinator:
         self._pace: dict[str, float] = {}
         self._waits_in_vain = 0
         self._patient_from = 0
-        self._absences = Bounded[str, _Absence](MAX_KNOWN_PEERS)
         self._groups: dict[Key, PendingGroup] = {}
         self._tasks = Tasks()
         self.closed = False
@@ -330,7 +311,7 @@ class Coordinator:
         active = {*group.batch.reports, *group.steps.reports, *self._leaders.probers(group.key)}
         peers = {*self._membership.expected(), *(peer for peer in active if not self._membership.is_suspect(peer))}
         peers = {peer for peer in peers if self._is_member(group.key, peer)}
-        peers = {peer for peer in peers if group.key.round >= self._absences.get(peer, _PRESENT).patient_from}
+        peers = {peer for peer in peers if self._membership.is_worth_waiting_for(peer, group.key.round)}
         peers.discard(self._context.rpc.peer_id)
         if self._position.participates and self._position.is_of(group.key):
             peers.add(self._context.rpc.peer_id)
@@ -472,22 +453,9 @@ class Coordinator:
         for peer in late:
             self._membership.missed_round(peer)
         if not group.key.level:
-            self._note_absences(group.key, members, [peer for peer in expected if peer in late])
+            missing = [peer for peer in expected if peer in late and self._is_member(group.key, peer)]
+            self._membership.waited_for(missing, members, group.key.round)
         logger.debug("round %d: group of %d: %s", group.head.round, len(members), reason)
-
-    def _note_absences(self, key: Key, members: Collection[str], missing: Collection[str]) -> None:
-        """Record which members came, and for how many rounds those that did not are not waited for: twice as many each
-        time, whatever they report meanwhile."""
-        for peer in self._absences.keys() & set(members):
-            absence = self._absences[peer]
-            absence.misses, absence.patient_from = absence.misses - GOOD_ROUND, 0
-            if absence.misses <= 0:
-                del self._absences[peer]
-        for peer in missing:
-            if self._is_member(key, peer):
-                absence = self._absences[peer] = self._absences.get(peer) or _Absence()
-                absence.misses = min(absence.misses + 1, MOST_MISSES)
-                absence.patient_from = key.round + 1 + int(2**absence.misses)
 
     async def _probe(self, peer: str, group: PendingGroup) -> None:
         """Probe a missing peer, and end this group if another leader goes first or the swarm is ahead."""

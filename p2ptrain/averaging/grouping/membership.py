@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 
 from p2ptrain.averaging.grouping.cells import Key
 from p2ptrain.averaging.protocol import table
+from p2ptrain.buffers import Bounded
 from p2ptrain.network.records.record import PeerRecord
 from p2ptrain.runtime import Runtime
 from p2ptrain.tasks import Backoff
@@ -33,6 +34,7 @@ record that arrives within this time of a silence may be older than the silence.
 BREAKS_BEFORE_AVOIDING = 2
 GOOD_ROUND = 0.25
 """Breaks or misses of a peer that a round with it takes back."""
+MOST_MISSES = 8
 MOST_EXCUSED_BREAKS = 8
 """Breaks of which another peer may be the cause. Another one leads after a failed attempt, if another may lead."""
 FIRST_AVOIDANCE_SECONDS = 15.0
@@ -71,6 +73,14 @@ class _Known:
     is_doubted: bool = False
 
 
+@dataclass
+class _Absence:
+    """A peer that this one waited for in vain as a leader: how often, and the first round that waits for it again."""
+
+    misses: float = 0.0
+    patient_from: int = 0
+
+
 class Membership:
     """One peer's view of the others; lists of peers are sorted by id and without this peer."""
 
@@ -78,6 +88,7 @@ class Membership:
         self._own_id = own_id
         self._runtime = runtime
         self._known: dict[str, _Known] = {}
+        self._absences = Bounded[str, _Absence](MAX_KNOWN_PEERS)
         self._convicted: set[str] = set()
         self._silent_strangers: dict[str, float] = {}
 
@@ -225,6 +236,27 @@ class Membership:
         if (known := self._known.get(peer)) is not None:
             known.rounds_missed += 1
             known.reason = "answers, but did not join the last round"
+
+    def waited_for(self, missing: Collection[str], members: Collection[str], round_: int) -> None:
+        """Record which peers did not join a group that waited for them, and which did.
+
+        No later group waits for the missing ones, for twice as many rounds each time, whatever they report meanwhile. A
+        round with a peer takes back a part of a miss, so that none is waited for in vain in every second round.
+        """
+        for peer in self._absences.keys() & set(members):
+            absence = self._absences[peer]
+            absence.misses, absence.patient_from = absence.misses - GOOD_ROUND, 0
+            if absence.misses <= 0:
+                del self._absences[peer]
+        for peer in missing:
+            absence = self._absences[peer] = self._absences.get(peer) or _Absence()
+            absence.misses = min(absence.misses + 1, MOST_MISSES)
+            absence.patient_from = round_ + 1 + int(2**absence.misses)
+
+    def is_worth_waiting_for(self, peer: str, round_: int) -> bool:
+        """True unless groups waited for this peer in vain lately; see `waited_for`."""
+        absence = self._absences.get(peer)
+        return absence is None or round_ >= absence.patient_from
 
     def is_suspect(self, peer: str) -> bool:
         """True if the peer presumably does not answer, or is convicted."""

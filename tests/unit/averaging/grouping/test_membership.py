@@ -119,6 +119,21 @@ def test_a_peer_that_is_not_waited_for_is_expected_at_once_when_it_acts(leads: b
     assert membership.expected() == ["a"]
 
 
+def test_who_is_waited_for_in_vain_is_so_ever_less_often_whatever_it_reports() -> None:
+    membership, _ = knowing("a")
+    waits = []
+    for round_ in range(1000):
+        membership.heard_from("a")
+        if membership.is_worth_waiting_for("a", round_):
+            waits.append(round_)
+            membership.waited_for(["a"], ["b"], round_)
+    assert waits[:4] == [0, 3, 8, 17]
+    assert len(waits) < 12
+    for round_ in range(1000, 1040):
+        membership.waited_for([], ["a"], round_)
+    assert membership.is_worth_waiting_for("a", 1040)
+
+
 def test_suspicion_does_not_overflow_after_years() -> None:
     membership, clock = knowing("a")
     for _ in range(3000):
