@@ -168,7 +168,7 @@ async def test_who_joins_and_falls_silent_again_and_again_is_left_out_for_longer
         return AttemptFailedError("it does not want to")
 
     if how == "vanishes":
-        evil.sync.averager._runner.run = vanish  # type: ignore[method-assign, assignment]
+        evil.sync.averager._runner.run = vanish  # type: ignore[method-assign]
     else:
         withhold(evil, Mask, lambda to, mask: mask if evil.sync.head.round % 2 else None)
     await go_on(swarm, honest, rounds=30, seconds=120)

@@ -143,7 +143,7 @@ class PrivateGradients:
                 " holds for model.train() and for all batches of one call of swarm.batches(dataset), a step each"
             )
         self.budget.spend()
-        sums = [torch.zeros_like(parameter, dtype=torch.float32) for parameter in parameters]
+        sums = [torch.zeros(parameter.shape, dtype=torch.float32, device=parameter.device) for parameter in parameters]
         for one in passes if drawn else ():
             for total, part in zip(sums, self._clipped(one), strict=True):
                 total.add_(part)
