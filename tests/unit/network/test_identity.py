@@ -1,6 +1,7 @@
 """The identity's file, lock, id and signatures."""
 
 import errno
+import fcntl
 import hashlib
 import os
 from pathlib import Path
@@ -72,13 +73,13 @@ def test_nothing_but_the_key_stays_after_the_end(path: Path) -> None:
 
 
 def test_a_lock_that_its_holder_removes_meanwhile_is_taken_anew(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    holder, flock = Identity.create_or_load(path), module.fcntl.flock
+    holder, flock = Identity.create_or_load(path), fcntl.flock
 
     def flock_after_the_holder(file: int, operation: int) -> None:
         holder.close()
         flock(file, operation)
 
-    monkeypatch.setattr(module.fcntl, "flock", flock_after_the_holder)
+    monkeypatch.setattr(fcntl, "flock", flock_after_the_holder)
     with Identity.create_or_load(path), pytest.raises(IdentityError, match="in use"):
         Identity.create_or_load(path)
 
