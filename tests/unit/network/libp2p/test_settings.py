@@ -3,7 +3,6 @@
 import asyncio
 import errno
 import os
-import socket
 from pathlib import Path
 
 import pytest
@@ -26,7 +25,7 @@ def test_an_address_of_a_family_that_the_machine_lacks_is_refused_with_a_way_out
     def refuse(*arguments: object) -> None:
         raise OSError(errno.EAFNOSUPPORT, os.strerror(errno.EAFNOSUPPORT))
 
-    monkeypatch.setattr(socket, "socket", refuse)
+    monkeypatch.setattr("p2ptrain.network.libp2p.daemon.socket.socket", refuse)
     with pytest.raises(ResourceError, match=r"cannot listen at /ip6/::/tcp/31337: .*choose another address"):
         daemon.check_ports_free(["/ip6/::/tcp/31337"])
 
