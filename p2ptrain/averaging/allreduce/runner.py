@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+LATE_SHARE = 0.5
+"""Share of a break with which a late contribution counts."""
+
 
 @dataclass(frozen=True)
 class GroupResult:
@@ -180,8 +183,8 @@ class AttemptRunner:
         for blame in result.blamed:
             self._matchmaker.leaders.lost(blame.peer)
             match blame.trouble:
-                case Trouble.LATE:  # One that joins and falls silent again and again is left out for a while.
-                    self._membership.broke_with(blame.peer, blame.reason, leader, *blame.excuses)
+                case Trouble.LATE:  # It may be slow, and send fewer bits next time; or fall silent again and again.
+                    self._membership.broke_with(blame.peer, blame.reason, leader, *blame.excuses, share=LATE_SHARE)
                 case Trouble.SLOW:  # It owns less now. One that holds up all the same is left out for a while.
                     self._membership.broke_with(blame.peer, blame.reason, leader, *blame.excuses)
                     self.planner.rates.was_late(blame.peer)

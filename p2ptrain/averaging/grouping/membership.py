@@ -147,19 +147,20 @@ class Membership:
         if (known := self._known.get(peer)) is not None:
             known.suspect_until, known.suspect_sequence = 0.0, -1
 
-    def broke_with(self, peer: str, reason: str, *excuses: str) -> None:
+    def broke_with(self, peer: str, reason: str, *excuses: str, share: float = 1.0) -> None:
         """Record that an attempt broke on a peer: it is a suspect, and from the second time on also avoided.
 
         While another peer may have caused all its breaks, the two are only kept apart; see `conflicts`.
 
         Args:
             excuses: Other peers of which one may have caused this, such as the leader, or a member that accuses it.
+            share: Share of a break for which it counts.
         """
         self.suspect(peer, reason)
         if (known := self._known.get(peer)) is not None:
             others = frozenset(excuses) - {""} if known.breaks < MOST_EXCUSED_BREAKS else frozenset()
             known.excuses = known.excuses & others if known.breaks else others
-            known.breaks += 1
+            known.breaks += share
             if known.breaks >= BREAKS_BEFORE_AVOIDING:
                 known.avoid_until = self._runtime.now() + known.avoidance.next()
 
