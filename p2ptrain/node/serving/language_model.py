@@ -83,10 +83,11 @@ class LanguageModel:
     def _text(self) -> Text:
         return self._load_text()
 
-    @property
+    @cached_property
     def tokenizer(self) -> Any:
         """The model's transformers tokenizer; raises `ConfigError` if it is not here."""
-        return self._text.tokenizer
+        text = self._text
+        return text.tokenizer
 
     @property
     def context(self) -> int:
