@@ -20,7 +20,14 @@ from p2ptrain.averaging.grouping.cells import Key
 from p2ptrain.averaging.grouping.coordinator import Coordinator
 from p2ptrain.averaging.grouping.leaders import MOST_PROBE_SECONDS, Leaders, probe, probe_seconds
 from p2ptrain.averaging.protocol.certificate import Head
-from p2ptrain.averaging.timing.goal import LONGEST_BATCH_SECONDS, MOST_ROUNDS, SILENT_SECONDS, WAIT_BATCHES, Goal
+from p2ptrain.averaging.timing.goal import (
+    LONGEST_BATCH_SECONDS,
+    MOST_ROUNDS,
+    NO_PROGRESS_SECONDS,
+    SILENT_SECONDS,
+    WAIT_BATCHES,
+    Goal,
+)
 from p2ptrain.errors import DeadlineError, PeerError, PeerRefusedError
 from p2ptrain.tasks import Tasks, together
 
@@ -278,6 +285,7 @@ class Standby:
         self._coordinator = coordinator
         self._position = leaders.position
         self._moved = asyncio.Event()
+        self._starved: tuple[Key, str, float] | None = None
         context.rpc.serve(messages.MOVED, messages.AwaitMove, self._serve_moved)
 
     def moved(self) -> None:
@@ -310,8 +318,22 @@ class Standby:
                 continue
             if reply.closing:
                 self._position.close(key)
+            elif self._is_starved(key, leader, wanted, reply.granted):
+                self._leaders.failed(key, leader)
+                continue
             return min(reply.granted, wanted)
         return 0
+
+    def _is_starved(self, key: Key, leader: str, wanted: int, granted: int) -> bool:
+        """True if a leader has granted nothing for so long that those who hold the rest should be done."""
+        now = asyncio.get_running_loop().time()
+        if granted or not wanted or self._starved is None or self._starved[:2] != (key, leader):
+            self._starved = (key, leader, now) if wanted and not granted else None
+            return False
+        if now - self._starved[2] < NO_PROGRESS_SECONDS:
+            return False
+        self._starved = None
+        return True
 
     async def sit_out(self, seconds: float, *, may_join: bool = False) -> str | None:
         """Tell the leader that this peer has no work for the round, and wait ``seconds`` for the round's end.

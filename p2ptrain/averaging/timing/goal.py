@@ -21,6 +21,9 @@ MAX_REPORTS = 4096
 LONGEST_BATCH_SECONDS = 86400.0
 WAIT_BATCHES = 2.0
 HOLD_SECONDS = 8.0  # timeout of held samples; holders report every few seconds
+NO_PROGRESS_SECONDS = 120.0
+"""Timeout of held samples of a peer that reports, and gets none done, and of a leader that grants none: either would
+stop its stage for ever. > the duration of a microbatch."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,16 @@ class BatchProgress:
     reported_at: float
 
 
+@dataclass(frozen=True)
+class _Hold:
+    """What a peer holds, when it said so, how many samples it had done, and since when no more."""
+
+    samples: int
+    said_at: float
+    done: int
+    since: float
+
+
 class GlobalBatch:
     """The last reports of the peers of one round; ``target`` is 0 without a global batch.
 
@@ -73,7 +86,7 @@ class GlobalBatch:
         self.reports: dict[str, BatchProgress] = {}
         self._pace: dict[str, float] = {} if pace is None else pace
         self._idle: set[str] = set()
-        self._held: dict[str, tuple[int, float]] = {}
+        self._held: dict[str, _Hold] = {}
         self._began = math.inf
 
     @property
@@ -103,18 +116,19 @@ class GlobalBatch:
         """Return how many of the ``wanted`` samples a peer may take on, besides those ``held`` for this round, done or
         not.
 
-        Samples of a peer that stopped reporting are granted to others: it may have died with them. ``now`` is the
-        leader's time.
+        Samples of a peer that stopped reporting are granted to others: it may have died with them. So are those of one
+        that gets none done. ``now`` is the leader's time.
         """
-        self._held.pop(peer, None)
+        before, done = self._held.pop(peer, None), self.reports[peer].samples if peer in self.reports else 0
         if len(self._held) >= MAX_REPORTS:
             return 0
         taken = {other: report.samples for other, report in self.reports.items() if other != peer}
-        for other, (samples, said_at) in self._held.items():
-            if now - said_at < HOLD_SECONDS:
-                taken[other] = max(samples, taken.get(other, 0))
+        for other, hold in self._held.items():
+            if now - hold.said_at < HOLD_SECONDS and now - hold.since < NO_PROGRESS_SECONDS:
+                taken[other] = max(hold.samples, taken.get(other, 0))
         granted = min(wanted, max(0, self.target - sum(taken.values()) - held))
-        self._held[peer] = held + granted, now
+        since = before.since if before is not None and before.done == done else now
+        self._held[peer] = _Hold(held + granted, now, done, since)
         return granted
 
     def should_begin(self, peer: str, expected: Collection[str], now: float) -> bool:

@@ -7,7 +7,7 @@ import pytest
 
 from p2ptrain.averaging.grouping.messages import TAKE_ON, Grant, TakeOn
 from p2ptrain.averaging.protocol.table import Row, Table
-from p2ptrain.averaging.timing.goal import HOLD_SECONDS, Goal
+from p2ptrain.averaging.timing.goal import HOLD_SECONDS, NO_PROGRESS_SECONDS, Goal
 from p2ptrain.manifest import AveragingSpec
 from p2ptrain.network.simulated import SimulatedNetwork
 from tests.support.coroutines import simulated
@@ -101,6 +101,20 @@ async def test_a_leader_that_is_further_on_says_so_at_once(peers: Peers, network
     assert await take_on(peers[1], 0, 0, 4) == 0
     assert peers[1].is_closing()
     assert network.loop.time() < 2.0
+
+
+@simulated(grouping_peers, 3, *PEERS, seed=1)
+async def test_a_leader_that_never_grants_anything_is_passed_over(peers: Peers, network: SimulatedNetwork) -> None:
+    async def answer(peer: str, request: TakeOn) -> Grant:
+        return Grant(closing=False, granted=0)
+
+    peers[0].rpc.serve(TAKE_ON, TakeOn, answer)
+    granted = 0
+    while not granted and network.loop.time() < 2 * NO_PROGRESS_SECONDS:
+        granted = await take_on(peers[1], 0, 0, 4)
+        await asyncio.sleep(2.0)
+    assert granted == 4
+    assert network.loop.time() >= NO_PROGRESS_SECONDS, "a round may be full for long, and its leader honest"
 
 
 @simulated(grouping_peers, 2, *PEERS, seed=1)

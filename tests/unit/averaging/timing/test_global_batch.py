@@ -7,7 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from p2ptrain.averaging.timing.goal import HOLD_SECONDS, MAX_REPORTS, BatchProgress, GlobalBatch
+from p2ptrain.averaging.timing.goal import (
+    HOLD_SECONDS,
+    MAX_REPORTS,
+    NO_PROGRESS_SECONDS,
+    BatchProgress,
+    GlobalBatch,
+)
 
 LOOK_AGAIN_SECONDS = 0.25
 
@@ -199,6 +205,21 @@ TestGrants.settings = settings(max_examples=150, stateful_step_count=30)
 
 def test_what_cannot_be_remembered_is_not_granted() -> None:
     batch = GlobalBatch(10 * MAX_REPORTS)
-    batch._held = {str(number): (1, 0.0) for number in range(MAX_REPORTS - 1)}
+    for number in range(MAX_REPORTS - 1):
+        batch.grant(str(number), 1, 0, 0.0)
     assert batch.grant("the last one", 0, 1, 0.0) == 1
     assert batch.grant("one more", 0, 1, 0.0) == 0
+
+
+def test_what_a_peer_holds_and_never_does_is_granted_to_others_whatever_it_reports() -> None:
+    batch, now = GlobalBatch(12), 0.0
+    while now < 2 * NO_PROGRESS_SECONDS:
+        for name, done in (("hoards", 0), ("works", int(now // NO_PROGRESS_SECONDS))):
+            batch.report(name, BatchProgress(done, 0, 0.0, now))
+        held, wanted = (6, 0) if now % 10 else (0, 6)  # It gives all back now and then, to begin anew.
+        batch.grant("hoards", held, wanted, now)
+        batch.grant("works", 6, 0, now)
+        granted = batch.grant("another", 0, 12, now)
+        batch.grant("another", 0, 0, now)
+        assert granted == (0 if now < NO_PROGRESS_SECONDS else 6)
+        now += HOLD_SECONDS / 2
