@@ -241,8 +241,9 @@ class Membership:
     def waited_for(self, missing: Collection[str], members: Collection[str], round_: int) -> None:
         """Record which peers did not join a group that waited for them, and which did.
 
-        No later group waits for the missing ones, for twice as many rounds each time, whatever they report meanwhile. A
-        round with a peer takes back a part of a miss, so that none is waited for in vain in every second round.
+        From the second miss on no group waits for a peer, for twice as many rounds each time, whatever it reports
+        meanwhile. A round with it takes back a part of a miss: one that is far away misses a round now and then, and
+        none is waited for in vain in every second round.
         """
         for peer in self._absences.keys() & set(members):
             absence = self._absences[peer]
@@ -252,7 +253,7 @@ class Membership:
         for peer in missing:
             absence = self._absences[peer] = self._absences.get(peer) or _Absence()
             absence.misses = min(absence.misses + 1, MOST_MISSES)
-            absence.patient_from = round_ + 1 + int(2**absence.misses)
+            absence.patient_from = round_ + 1 + int(2**absence.misses) * (absence.misses > 1)
 
     def is_worth_waiting_for(self, peer: str, round_: int) -> bool:
         """True unless groups waited for this peer in vain lately; see `waited_for`."""
