@@ -191,7 +191,7 @@ def test_a_script_generates_as_with_transformers(
         ):  # fmt: skip
             with pytest.raises(UsageError, match=message):
                 model.generate(ids[:1], **settings)
-        tokens, taken = model.stream(ids[0], max_new_tokens=400, do_sample=True, seed=3), list[int]()
+        tokens, taken = model.stream(ids[0], max_new_tokens=400, do_sample=True, seed=3, eos_token_id=[]), list[int]()
         for token in tokens:
             taken.append(token)
             if len(taken) == 150:
@@ -333,7 +333,7 @@ def test_a_draft_of_the_served_model_changes_no_answer(hosts: Hosts, monkeypatch
         taken = model.generator.draft
         assert taken is not None
         assert taken.context == CONTEXT
-        tokens = model.stream(list(PROMPT.encode()), max_new_tokens=400, do_sample=True, seed=3)
+        tokens = model.stream(list(PROMPT.encode()), max_new_tokens=400, do_sample=True, seed=3, eos_token_id=[])
         assert list(tokens) == golden(400, DRAWN)
 
 
