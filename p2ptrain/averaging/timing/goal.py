@@ -67,7 +67,13 @@ class BatchProgress:
 
 @dataclass(frozen=True)
 class _Hold:
-    """What a peer holds, when it said so, how many samples it had done, and since when no more."""
+    """A peer's held samples, by its last report.
+
+    Attributes:
+        said_at: Time of the report.
+        done: Samples that it had done.
+        since: Time since which it has done no more.
+    """
 
     samples: int
     said_at: float
