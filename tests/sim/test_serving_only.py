@@ -57,7 +57,7 @@ class Served:
         monkeypatch.setattr(KeptWeights, "keep", compared)
 
     def versions(self, name: str) -> list[tuple[int, bytes]]:
-        """What a host serves, by its record."""
+        """Versions that a host serves, by its record."""
         node = self.swarm.nodes.get(name)
         report = node.record.describe().serving if node is not None else None
         return list(report.served.versions) if report is not None and report.served is not None else []

@@ -1,4 +1,4 @@
-"""What every codec promises: `check_codec`, and what it cannot tell from one machine's arithmetic."""
+"""The promises of every codec: those of `check_codec`, and those that one machine's arithmetic cannot show."""
 
 import math
 from collections.abc import Callable

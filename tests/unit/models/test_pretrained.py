@@ -307,7 +307,7 @@ def hub(folder: Path) -> Iterator[tuple[str, list[str]]]:
 
 
 def ask(address: str, home: Path, code: str) -> str:
-    """What a process of its own prints, for which that address is the hub."""
+    """Output of a process of its own, for which that address is the hub."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith("HF_") and "proxy" not in key.lower()}
     environment = {**kept, "HF_ENDPOINT": address, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1"}
     lead = "from p2ptrain.models.pretrained import *\nfrom p2ptrain.models import *\nfrom p2ptrain.manifest import *\n"

@@ -1,4 +1,4 @@
-"""What a watch makes of one look after the other: events, rates, trends, certificates, and failures it survives."""
+"""A watch turns looks into events, rates, trends and certificates, and survives failures."""
 
 import asyncio
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Who is waited for, led by, avoided and followed; and who leads in which order."""
+"""Peers that a round waits for, avoids and follows, and the order of its leaders."""
 
 import random
 from dataclasses import replace

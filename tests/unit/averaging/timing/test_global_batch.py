@@ -1,4 +1,4 @@
-"""Who computes another local batch, so that the global batch is filled soon and not overfilled."""
+"""Peers begin local batches so that the global batch is filled soon, and not overfilled."""
 
 import heapq
 from dataclasses import dataclass, field
@@ -189,7 +189,7 @@ class Grants(RuleBasedStateMachine):
         assert granted == wanted or self.taken() == 20, "it is given what there is room for"
 
     def taken(self) -> int:
-        """What those that speak hold, and what those that do not had done when they last spoke."""
+        """Samples that reporting peers hold, and that silent ones had done at their last report."""
         silent = [name for name, peer in self.peers.items() if peer.is_silent]
         spoken_for = sum(peer.held for peer in self.peers.values() if not peer.is_silent)
         return spoken_for + sum(self.batch.reports[name].samples for name in silent if name in self.batch.reports)
