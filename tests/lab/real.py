@@ -10,11 +10,14 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 from p2ptrain.averaging.protocol.table import ESTABLISHED
+from p2ptrain.network.identity import IDENTITY_FILE, Identity
 from tests.lab.scenario import HOSTILE, Attackers, Measured, Peers, Scenario
+from tests.support.processes.files import OPEN_TO_ALL
 from tests.support.processes.nat import Host, Internet, NatPeer, why_unavailable
 from tests.support.processes.swarmlet import Swarmlet, Worker, nothing_left_behind
 from tests.support.processes.tellers import Event, Teller
@@ -34,7 +37,7 @@ class RealRun:
         self.folder = folder
         self.net = net
         self.stack = stack
-        self.swarm = stack.enter_context(Swarmlet(folder, **scenario.manifest))
+        self.swarm = stack.enter_context(Swarmlet(folder, **self._sections()))
         self.hosts: dict[str, Host] = {}
         self.workers: dict[str, Worker] = {}
         self.strangers: list[Teller] = []
@@ -66,6 +69,20 @@ class RealRun:
 
     # --- starting
 
+    def _sections(self) -> dict[str, dict[str, Any]]:
+        """Return the manifest's sections; a swarm that a bootstrap peer begins is open, as a link alone leads to it."""
+        is_begun = any(group.role == "bootstrap" for _, group in self.scenario.named())
+        return {**({"admission": OPEN_TO_ALL} if is_begun else {}), **self.scenario.manifest}
+
+    def _founders(self) -> list[str]:
+        """Make the trainers' identities, and return their peer ids: among strangers, others would vote after hours."""
+        names = [name for name, group in self.scenario.named() if group.role == "trainer"]
+        found = []
+        for name in (*names, *(name for name, _ in self.scenario.hostile(members=True))):
+            with Identity.create_or_load(self.folder / name / IDENTITY_FILE) as identity:
+                found.append(identity.peer_id)
+        return found
+
     def _start(self, disturbed: bool) -> None:
         scenario = self.scenario
         for name, group in scenario.named():
@@ -83,7 +100,8 @@ class RealRun:
         for name, group in scenario.named():
             if group.role == "bootstrap":
                 listen = ["/ip4/0.0.0.0/tcp/31337"]
-                peer = NatPeer(self.hosts[name], self.folder, name, relay=True, listen=listen)
+                manifest = {**self.swarm.manifest, "founders": self._founders()}
+                peer = NatPeer(self.hosts[name], self.folder, name, relay=True, listen=listen, manifest=manifest)
                 self.link = self.link or str(self.stack.enter_context(peer).joined["link"])
         trainers = [(name, group.step_seconds) for name, group in scenario.named() if group.role == "trainer"]
         members = [(name, Peers(1).step_seconds) for name, _ in scenario.hostile(members=True)]
@@ -150,7 +168,7 @@ class RealRun:
         return [event for event in self.workers[name].rounds(since) if event["committed"]]
 
     def _votes(self, name: str) -> bool:
-        """True once a trainer has been counted in so many rounds that, among friends, it votes.
+        """True once a trainer has been counted in so many rounds that, among friends, it votes; founders vote before.
 
         A swarm of fewer voters may stand still for `matchmaking_seconds` when one is killed.
         """

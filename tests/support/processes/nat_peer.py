@@ -36,6 +36,8 @@ from p2ptrain.runtime import real_runtime
 from tests.support.processes.files import OPEN_TO_ALL
 from tests.support.processes.swarmlet import MANIFEST
 
+OPEN = {**MANIFEST, "admission": OPEN_TO_ALL}
+
 
 def say(event: str, **values: Any) -> None:
     print(json.dumps({"event": event, **values}), flush=True)  # noqa: T201
@@ -82,7 +84,9 @@ async def tell_standing(peer: Peer) -> None:
         await asyncio.sleep(0.1)
 
 
-async def main(name: str, run_dir: str, link: str = "", relay: bool = False, **network: Any) -> None:
+async def main(
+    name: str, run_dir: str, link: str = "", relay: bool = False, manifest: dict[str, Any] | None = None, **network: Any
+) -> None:
     settle_seconds = 0.0
     settle = Reach.settle
 
@@ -101,9 +105,7 @@ async def main(name: str, run_dir: str, link: str = "", relay: bool = False, **n
         )  # fmt: skip
         where: dict[str, Any] = {"link": SwarmLink.parse(link)} if link else {}
         if not link:
-            where["signed"] = SignedManifest.create(
-                Manifest.model_validate({**MANIFEST, "admission": OPEN_TO_ALL}), identity
-            )
+            where["signed"] = SignedManifest.create(Manifest.model_validate(manifest or OPEN), identity)
         peer = await Peer.start(identity, options, real_runtime("nat"), **where)
         peer.rpc.serve_channel("echo", dict, echo)
         peer.set_state("starting" if relay else "training")
