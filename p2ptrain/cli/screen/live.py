@@ -107,15 +107,19 @@ class SwarmScreen:
 
         async with observing(link) as observer:
             looking = Looking(observer.look, observer.peer.signed, link)
+            trouble = ""
             while True:
+                said, trouble = trouble, ""
                 try:
                     snapshot = await looking.look()
                     self._held_out = newest_held_out_loss(run_dir, trainers) or self._held_out
                     self.show(snapshot, trainers)
                     if self._screen is None and not snapshot.directory_answers:
-                        self.say("no news: the swarm's directory does not answer")
+                        trouble = "the swarm's directory does not answer"
                 except TemporaryError as error:
-                    self.say(f"no news: {error}")
+                    trouble = str(error)
+                if trouble not in ("", said):
+                    self.say(f"no news: {trouble}")
                 await asyncio.sleep(_REFRESH_SECONDS)
 
     def show(self, snapshot: Snapshot | None, trainers: list[Child]) -> None:

@@ -1,16 +1,23 @@
+import contextlib
 import io
 import json
 import time
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import cast
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
+from p2ptrain.cli.screen import live
 from p2ptrain.cli.screen.live import Goal, SwarmScreen, newest_held_out_loss
 from p2ptrain.cli.supervise import Child
+from p2ptrain.errors import DeadlineError
+from p2ptrain.network.link import SwarmLink
 from p2ptrain.network.records.record import PeerRecord
 from p2ptrain.status.views import Snapshot
+from tests.support.coroutines import on_uvloop
 from tests.support.web.watched import after_looks
 from tests.unit.cli.screen.test_table import COMMITTED, TRAINER
 
@@ -115,3 +122,36 @@ def test_the_held_out_loss_is_that_of_the_latest_round_and_of_a_trainer_that_run
         lines += [json.dumps({"kind": "step", "loss": 9.0})] * 3 + ['{"kind": "held_out", "lo']
         (tmp_path / name / "metrics.jsonl").write_text("\n".join(lines))
     assert newest_held_out_loss(tmp_path, fakes) == 3.0
+
+
+@on_uvloop
+async def test_each_trouble_of_a_directory_is_told_once_until_it_answers(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    looks: list[Exception | Snapshot] = [
+        *[DeadlineError("one")] * 3, DeadlineError("two"), shown(TRAINER), DeadlineError("two"),
+    ]  # fmt: skip
+
+    class Looking:
+        def __init__(self, *_: Any) -> None: ...
+
+        async def look(self) -> Snapshot:
+            if not looks:
+                raise EOFError
+            if isinstance(found := looks.pop(0), Exception):
+                raise found
+            return found
+
+    @contextlib.asynccontextmanager
+    async def observing(_: SwarmLink) -> AsyncIterator[Any]:
+        yield SimpleNamespace(look=None, peer=SimpleNamespace(signed=None))
+
+    monkeypatch.setattr("p2ptrain.node.observe.observing", observing)
+    monkeypatch.setattr("p2ptrain.status.tracker.Looking", Looking)
+    monkeypatch.setattr(live, "_REFRESH_SECONDS", 0.0)
+    link = SwarmLink(bytes(32), (f"/ip4/127.0.0.1/tcp/1/p2p/Qm{'a' * 44}",))
+    stream = io.StringIO()
+    with SwarmScreen(stream, Goal()) as view, pytest.raises(EOFError):
+        await view.follow(link, tmp_path, children(FakeChild("trainer-1")))
+    told = [line for line in stream.getvalue().splitlines() if line.startswith("no news")]
+    assert told == ["no news: one", "no news: two", "no news: two"]
