@@ -23,6 +23,8 @@ from p2ptrain.pipeline.plan import PipelinePlan, serving_bytes
 from p2ptrain.status.formats import human_bytes, human_count
 
 _SPARE_DISK_BYTES = 200_000_000
+DAEMON_BYTES = 80 << 20
+"""Resident memory of a network daemon with a few connections."""
 BYTES_A_VALUE = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "int8": 1.03, "int4": 0.53}
 """Encoded size of a value, of codecs that send all of them; so that a look at terms does not import torch."""
 
@@ -217,7 +219,7 @@ def num_stages(manifest: Manifest, peers: int) -> int:
 
 def check_memory(manifest: Manifest, peers: int, *, serves: bool) -> None:
     """Raise `ResourceError` if so many local peers exceed the free memory; if they only serve, without their models."""
-    each, free = SERVING_PROCESS_BYTES if serves else needs_of(manifest).memory, available_memory()
+    each, free = DAEMON_BYTES + (SERVING_PROCESS_BYTES if serves else needs_of(manifest).memory), available_memory()
     if peers * each > free:
         what = f"--peers {peers}: each needs about {human_bytes(each)} of memory"
         raise ResourceError(f"{what} and {human_bytes(free)} is free: start fewer, or close other programs")

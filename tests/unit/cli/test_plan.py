@@ -1,9 +1,11 @@
 import argparse
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from p2ptrain.cli import terms
 from p2ptrain.cli.commands.up import add_arguments, run
 from p2ptrain.cli.main import Parser
 from p2ptrain.cli.plan import DEFAULT_MINUTES, DEMO_SETTINGS, make_plan
@@ -181,6 +183,16 @@ def test_a_swarm_that_cannot_run_is_refused_and_its_new_folder_removed(tmp_path:
         with pytest.raises((ConfigError, ResourceError), match=message):
             make_plan(arguments(tmp_path / "run", *words))
         assert not (tmp_path / "run").exists()
+
+
+def test_the_memory_of_a_swarm_is_that_of_its_trainers_and_of_their_daemons(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = terms.needs_of(make_plan(arguments(tmp_path / "run")).manifest).memory
+    for spare, refused in ((terms.DAEMON_BYTES, nullcontext()), (0, pytest.raises(ResourceError, match="start fewer"))):
+        monkeypatch.setattr(terms, "available_memory", lambda spare=spare: 3 * (trainer + spare))
+        with refused:
+            make_plan(arguments(tmp_path / f"run-{spare}", "--peers", "3"))
 
 
 @pytest.mark.parametrize("words", [["--model", "x"], ["--serve", "--model", "x", "--manifest", "run.toml"]])
