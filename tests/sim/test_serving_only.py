@@ -151,12 +151,15 @@ async def test_a_pause_ends_serving_at_once_also_in_the_middle_of_a_download(
 ) -> None:
     served = started(network)
     swarm = served.swarm
-    honest, downloading = fetch.fetch, asyncio.Event()
+    honest, downloading, ended = fetch.fetch, asyncio.Event(), asyncio.Event()
 
     async def slow(*arguments: Any, **options: Any) -> Any:
         if served.versions("s"):
             downloading.set()
-            await asyncio.sleep(300.0)
+            try:
+                await asyncio.sleep(300.0)
+            finally:
+                ended.set()
         return await honest(*arguments, **options)
 
     monkeypatch.setattr(fetch, "fetch", slow)
@@ -164,8 +167,10 @@ async def test_a_pause_ends_serving_at_once_also_in_the_middle_of_a_download(
     await downloading.wait()
     swarm.signals["s"].wishes.set("owner", "by its owner")
     await swarm.until(lambda: not served.versions("s"), 2.0)
+    assert ended.is_set()
     swarm.signals["s"].wishes.set("owner", "")
     await swarm.until(lambda: bool(served.versions("s")), 5.0)
+    assert {digest for _, digest in served.versions("s")} <= set(swarm.digests.values())
 
 
 @simulated(seed=range(3))
@@ -220,11 +225,12 @@ async def test_a_round_that_ends_in_the_middle_of_a_download_changes_nothing(
 ) -> None:
     served = started(network)
     swarm = served.swarm
-    honest = fetch.fetch
+    honest, ended_within = fetch.fetch, list[int]()
 
     async def slow(*arguments: Any, **options: Any) -> Any:
         before = swarm.round("a")
         await swarm.until(lambda: swarm.round("a") > before)
+        ended_within.append(before)
         return await honest(*arguments, **options)
 
     monkeypatch.setattr(fetch, "fetch", slow)
@@ -232,6 +238,8 @@ async def test_a_round_that_ends_in_the_middle_of_a_download_changes_nothing(
     await swarm.until(lambda: swarm.round("a") >= 2)
     swarm.start("s", role="server", serving=SERVING)
     await swarm.until(lambda: len(served.downloaded) >= 3, 3000.0)
+    assert [number for number, _ in served.downloaded] == ended_within, "the state from before the round that ended"
+    assert {digest for _, digest in served.downloaded} <= set(swarm.digests.values())
 
 
 @simulated(seed=1)

@@ -1,4 +1,4 @@
-"""Forty real peers with their daemons, more than this suite has elsewhere, on as few cores as there are."""
+"""Forty real peers with their daemons, more than this suite has elsewhere, on the cores that there are."""
 
 from pathlib import Path
 
@@ -8,12 +8,12 @@ from tests.support.processes.swarmlet import Swarmlet, check_states, nothing_lef
 
 PEERS, LATER_ROUNDS = 40, 3
 PATIENCE_SECONDS = 300.0
-"""On two cores, all forty are in a group a minute and a half after the last one started."""
+"""On two cores, each of the forty is in a group a minute and a half after the last one started."""
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-def test_forty_peers_train_in_one_group_and_go_on_in_one_when_ten_of_them_are_killed(tmp_path: Path) -> None:
+def test_forty_peers_train_on_one_lineage_and_thirty_go_on_in_one_group_when_ten_are_killed(tmp_path: Path) -> None:
     averaging = {"matchmaking_seconds": 20.0, "round_seconds": 30.0}
     with nothing_left_behind(), Swarmlet(tmp_path, averaging=averaging) as swarm:
         for number in range(PEERS):
